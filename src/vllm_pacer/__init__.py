@@ -1,0 +1,1 @@
+"""vllm-pacer: cap each user's generation speed inside vLLM's scheduler."""
