@@ -1,1 +1,43 @@
-"""vllm-pacer: cap each user's generation speed inside vLLM's scheduler."""
+"""vllm-pacer: cap each user's generation speed inside vLLM's scheduler.
+
+Importing the package has no effect on vLLM. The limits are switched on by flags of `vllm serve`,
+or offline by `llm_kwargs`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_pacer.clock import FakeClock
+from vllm_pacer.config import ConfigError, PacerConfig
+from vllm_pacer.limiter import OutputRateLimiter
+from vllm_pacer.quota import Quota
+
+__all__ = ["ConfigError", "FakeClock", "OutputRateLimiter", "PacerConfig", "Quota", "llm_kwargs"]
+__version__ = "0.1.0"
+
+
+def llm_kwargs(
+    default: float | None,
+    users: Mapping[str, float | None] | None = None,
+    burst: float = 0.1,
+) -> dict[str, Any]:
+    """Return what to pass to `vllm.LLM` so that it limits its users.
+
+    >>> LLM("model", **llm_kwargs(default=100, users={"user-a": 20}))  # doctest: +SKIP
+
+    Args:
+        default: Tokens per second of every user that is not named; `None` for no limit.
+        users: Tokens per second by user; `None` for no limit.
+        burst: Seconds' worth of tokens that a user may be ahead of its rate.
+
+    Raises:
+        ConfigError: A value cannot be used.
+    """
+    from vllm_pacer.config import make_config
+    from vllm_pacer.engine.factory import PacedSchedulerFactory
+    from vllm_pacer.engine.flags import install_engine_config
+
+    settings = {"default": default, "users": users or {}, "burst": burst}
+    pacing = make_config(settings, "llm_kwargs")
+    install_engine_config()
+    return {"scheduler_cls": PacedSchedulerFactory(pacing)}

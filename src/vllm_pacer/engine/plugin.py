@@ -2,4 +2,7 @@
 
 
 def register() -> None:
-    """Add the flags."""
+    """Add the flags to vLLM's argument parser; nothing else happens until one of them is given."""
+    from vllm_pacer.engine.flags import install_flags
+
+    install_flags()

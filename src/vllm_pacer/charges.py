@@ -1,0 +1,94 @@
+"""Who was charged for which dispatched step.
+
+The rules:
+
+1. A request is charged when a step that samples for it is put together, never later: no result is
+   waited for, so steps may overlap.
+2. A charge is settled downwards only, at two points. When the step is dispatched, what was charged
+   and is not in it is refunded. When the step's output is processed, a charge goes down to the
+   tokens that were emitted for that request in that step.
+3. A client's abort keeps the charge of the steps in flight: they do the work.
+
+Hence, per user and after every step: charged = emitted + in flight + aborted in flight.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from vllm_pacer.limiter import Account, OutputRateLimiter
+
+
+class Step:
+    """The charges of one engine step: by request, the account charged and the tokens."""
+
+    __slots__ = ("charges", "number", "tokens")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.charges: dict[str, tuple[Account, int]] = {}
+        self.tokens = 0  # the sum of `charges`, from the dispatch on
+
+
+class Ledger:
+    """The steps that are being put together or are in flight.
+
+    Args:
+        limiter: Takes and gives back the tokens.
+        on_refund: Called with the account after every refund.
+    """
+
+    def __init__(self, limiter: OutputRateLimiter, on_refund: Callable[[Account], None]) -> None:
+        self._limiter = limiter
+        self._on_refund = on_refund
+        self._in_flight: dict[int, Step] = {}
+        self.charged_tokens = 0
+        self.refunded_tokens = 0
+
+    def begin(self, now_ns: int) -> Step:
+        """Start a step at `now_ns`; whoever puts it together adds to its `charges`."""
+        return Step(self._limiter.begin_step(now_ns))
+
+    def dispatch(self, step: Step, scheduled: Mapping[str, int], now_ns: int) -> None:
+        """Refund the charges of requests that are not in `scheduled`; the rest is in flight."""
+        charges = step.charges
+        if not charges.keys() <= scheduled.keys():
+            for request_id in [each for each in charges if each not in scheduled]:
+                account, tokens = charges.pop(request_id)
+                self.charged_tokens += tokens
+                self._refund(step, account, tokens, now_ns)
+        if not charges:
+            self._limiter.end_step(step.number)
+            return
+        step.tokens = sum([tokens for _, tokens in charges.values()])
+        self.charged_tokens += step.tokens
+        self._in_flight[step.number] = step
+
+    def keep(self, request_ids: Iterable[str]) -> None:
+        """Make the charges of aborted requests final."""
+        for step in self._in_flight.values():
+            for request_id in request_ids:
+                if request_id in step.charges:
+                    step.tokens -= step.charges.pop(request_id)[1]
+
+    def settle(self, step: Step, emitted: Mapping[str, int], now_ns: int) -> None:
+        """Refund what a step was charged and did not emit, and forget the step.
+
+        Args:
+            step: A step in flight.
+            emitted: The number of tokens emitted for each request; none for those missing.
+            now_ns: The time now.
+        """
+        for request_id, (account, tokens) in step.charges.items():
+            unused = tokens - emitted.get(request_id, 0)
+            if unused > 0:
+                self._refund(step, account, unused, now_ns)
+        self.close(step)
+
+    def close(self, step: Step) -> None:
+        """Forget a step in flight that emitted all that it was charged."""
+        if self._in_flight.pop(step.number, None) is not None:
+            self._limiter.end_step(step.number)
+
+    def _refund(self, step: Step, account: Account, tokens: int, now_ns: int) -> None:
+        self._limiter.give_back(account, step.number, now_ns, tokens)
+        self.refunded_tokens += tokens
+        self._on_refund(account)

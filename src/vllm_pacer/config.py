@@ -1,0 +1,281 @@
+"""The one validated configuration. Flags, files and Python calls only produce it.
+
+Every error says what was given, what is allowed and what to write instead.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+
+from vllm_pacer.quota import Quota, Quotas
+
+MAX_USER_NAME_LENGTH = 256
+MIN_RATE = Fraction(1, 1000)
+MAX_RATE = Fraction(1_000_000_000)
+MAX_BURST_SECONDS = Fraction(3600)
+
+_RATE_HELP = (
+    f"write a number from {float(MIN_RATE):g} to {int(MAX_RATE):,} (tokens per second), "
+    "or null for no limit"
+)
+
+
+class ConfigError(ValueError):
+    """A setting cannot be used; the message is for the person who wrote it."""
+
+
+def check_user_name(name: object) -> str:
+    """Return the name if it can name a user.
+
+    Raises:
+        ValueError: It is not a string, is empty, or is longer than 256 characters.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"must be a string, got {name!r}; write it in quotes")
+    if not name:
+        raise ValueError("must not be empty")
+    if len(name) > MAX_USER_NAME_LENGTH:
+        raise ValueError(
+            f"must have at most {MAX_USER_NAME_LENGTH} characters, got {len(name)}"
+        )
+    return name
+
+
+def _exact_number(value: object, help_text: str) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | Fraction):
+        raise ValueError(f"got {value!r}; {help_text}")
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise ValueError(f"got {value}; {help_text}")
+    # A float stands for the decimal that was written, which is its shortest representation.
+    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
+
+
+def _rate(value: object) -> Fraction | None:
+    if value is None:
+        return None
+    rate = _exact_number(value, _RATE_HELP)
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise ValueError(f"got {value}; {_RATE_HELP}")
+    return rate
+
+
+def _burst(value: object) -> Fraction:
+    help_text = f"write a number of seconds from 0 to {int(MAX_BURST_SECONDS)}"
+    burst = _exact_number(value, help_text)
+    if not 0 <= burst <= MAX_BURST_SECONDS:
+        raise ValueError(f"got {value}; {help_text}")
+    return burst
+
+
+def _users(value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"got {value!r}; write a mapping from user to tokens per second, "
+            'for example {"user-a": 100, "user-b": null}'
+        )
+    for name in value:
+        try:
+            check_user_name(name)
+        except ValueError as error:
+            raise ValueError(f"a user's name {error}") from None
+    return dict(value)
+
+
+Rate = Annotated[Fraction | None, BeforeValidator(_rate)]
+
+
+class PacerConfig(BaseModel):
+    """Quotas of all users.
+
+    Attributes:
+        default: Tokens per second of every user that is not named; `None` for no limit.
+        users: Tokens per second by user; `None` for no limit.
+        burst: Seconds' worth of tokens that a user may be ahead of its rate.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    default: Rate
+    users: Annotated[dict[str, Rate], BeforeValidator(_users)] = {}
+    burst: Annotated[Fraction, BeforeValidator(_burst)] = Fraction(1, 10)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise ValueError(f"got {data!r}; write a mapping with the keys {_known_keys()}")
+        for key in data:
+            if key not in cls.model_fields:
+                raise ValueError(_unknown_key(key))
+        if "default" not in data:
+            raise ValueError(
+                "no default is given; add one for the users that are not named, "
+                "or null for no limit"
+            )
+        return data
+
+    def quotas(self) -> Quotas:
+        """Return the quotas, with one object for all users of the same rate."""
+        burst_ns = int(self.burst * 1_000_000_000)
+        shared: dict[Fraction | None, Quota | None] = {None: None}
+        for rate in (self.default, *self.users.values()):
+            if rate not in shared:
+                shared[rate] = Quota(rate, burst_ns)  # type: ignore[arg-type]
+        return Quotas(
+            shared[self.default], {user: shared[rate] for user, rate in self.users.items()}
+        )
+
+    def describe(self) -> str:
+        """Return the limits in one line, for the log."""
+        named = ", ".join(f"{user}: {format_rate(rate)}" for user, rate in self.users.items())
+        if len(self.users) > 8:
+            limited = sum(rate is not None for rate in self.users.values())
+            named = f"{len(self.users)} users named, {limited} of them limited"
+        return (
+            f"default {format_rate(self.default)}, burst {float(self.burst):g} s"
+            + (f", {named}" if named else "")
+        )
+
+
+def format_rate(rate: Fraction | None) -> str:
+    """Return a rate as text: `100 tokens/s` or `no limit`."""
+    return "no limit" if rate is None else f"{float(rate):.15g} tokens/s"
+
+
+def make_config(data: object, source: str) -> PacerConfig:
+    """Validate settings.
+
+    Args:
+        data: The settings as read: a mapping with the keys of `PacerConfig`.
+        source: Where they come from, for the error message.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+    try:
+        return PacerConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source)) from None
+
+
+def config_from_flags(default: str | None, users: str | None, file: str | None) -> PacerConfig:
+    """Build the configuration from the texts given on the command line.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+    if file is not None:
+        if default is not None or users is not None:
+            raise ConfigError(
+                "--user-output-rate-config cannot be combined with the other "
+                "--*-output-tokens-per-second flags; put all limits into the file, or none"
+            )
+        return config_from_file(file)
+    if default is None:
+        raise ConfigError(
+            "--user-output-tokens-per-second names users but "
+            "--default-user-output-tokens-per-second is missing; give a default for everybody "
+            "else, or null for no limit"
+        )
+    flag = "--default-user-output-tokens-per-second"
+    config = make_config({"default": _json(default, flag, _RATE_HELP)}, flag)
+    if users is None:
+        return config
+    flag = "--user-output-tokens-per-second"
+    by_user = _json(users, flag, 'write for example \'{"user-a": 100, "user-b": null}\'')
+    return make_config({"default": config.default, "users": by_user}, flag)
+
+
+def config_from_file(file: str | Path) -> PacerConfig:
+    """Read a YAML or JSON file with the keys `default`, `burst` and `users`.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting in it cannot be used.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"--user-output-rate-config: cannot read {str(file)!r}: {reason}; "
+            "give the path of a YAML or JSON file that the server may read"
+        ) from None
+    if str(file).endswith(".json"):
+        data = _json(text, str(file), f"write a JSON object with the keys {_known_keys()}")
+    else:
+        data = _yaml(text, str(file))
+    return make_config(data, str(file))
+
+
+def _json(text: str, source: str, help_text: str) -> Any:
+    try:
+        return json.loads(text, parse_float=Decimal, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{source}: got {text!r}, which is not valid JSON "
+            f"({error.msg} at character {error.pos + 1}); {help_text}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"{key!r} is given twice; keep one of the two")
+        mapping[key] = value
+    return mapping
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that does not drop the first of two equal keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping, refusing duplicate keys."""
+        return _without_duplicates(
+            (self.construct_object(key, deep=True), self.construct_object(value, deep=True))  # type: ignore[no-untyped-call]
+            for key, value in node.value
+        )
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        place = f" in line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(
+            f"{source}: not valid YAML{place} ({problem}); "
+            f"write a mapping with the keys {_known_keys()}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _known_keys() -> str:
+    return ", ".join(PacerConfig.model_fields)
+
+
+def _unknown_key(key: object) -> str:
+    near = difflib.get_close_matches(str(key), PacerConfig.model_fields, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {_known_keys()}"
+    return f"unknown key {key!r}; {hint}"
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    problems = []
+    for each in error.errors():
+        place = ".".join(str(part) for part in each["loc"])
+        message = each["msg"].removeprefix("Value error, ")
+        problems.append(f"{place}: {message}" if place else message)
+    return f"{source}: " + "; ".join(problems)

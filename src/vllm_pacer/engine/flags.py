@@ -1,0 +1,141 @@
+"""The flags, and how their values get into vLLM's configuration.
+
+The flags are always there, so that `--help` shows them. Everything else is installed when one of
+them is given.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+
+from vllm_pacer.config import ConfigError, PacerConfig, config_from_flags, format_rate
+from vllm_pacer.engine.factory import PacedSchedulerFactory
+from vllm_pacer.engine.frontend import install_frontend
+from vllm_pacer.engine.patches import wrap
+from vllm_pacer.engine.refusals import is_limitable, refuse_unsupported
+from vllm_pacer.engine.seams import check_seams
+from vllm_pacer.engine.snapshot import create_snapshot_file
+from vllm_pacer.quota import ANONYMOUS_USER
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
+
+_DEFAULT = "default_user_output_tokens_per_second"
+_USERS = "user_output_tokens_per_second"
+_FILE = "user_output_rate_config"
+_SNAPSHOT = "user_output_rate_snapshot"
+
+
+def install_flags() -> None:
+    """Add the flags to vLLM's argument parser."""
+    wrap(EngineArgs, "add_cli_args", _add_flags)
+    wrap(EngineArgs, "from_cli_args", _engine_args_with_limits)
+
+
+def limit_engine_args(engine_args: EngineArgs, factory: PacedSchedulerFactory) -> None:
+    """Make an engine that is built from these arguments limit its users."""
+    if engine_args.scheduler_cls is not None:
+        raise ConfigError(
+            f"--scheduler-cls {engine_args.scheduler_cls} cannot be combined with limits, which "
+            "need a scheduler class of their own; leave it out"
+        )
+    engine_args.scheduler_cls = factory  # type: ignore[assignment]
+    install_engine_config()
+
+
+def install_engine_config() -> None:
+    """Let vLLM's configuration carry the limits from the engine arguments to the engine."""
+    wrap(EngineArgs, "create_engine_config", _engine_config_with_limits)
+
+
+def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
+    parser = add_cli_args(parser)
+    group = parser.add_argument_group(
+        title="vllm-pacer",
+        description="Caps the generation speed of each user. A request says whose it is with "
+        '"vllm_xargs": {"output_rate_user": "user-a"}; all that do not share one user, '
+        f"{ANONYMOUS_USER}.",
+    )
+    group.add_argument(
+        f"--{_DEFAULT.replace('_', '-')}",
+        type=lambda text: _checked(text, text, None, None),
+        metavar="N",
+        help="Output tokens per second of every user that is not named, or null for no limit. "
+        "Switches the limits on.",
+    )
+    group.add_argument(
+        f"--{_USERS.replace('_', '-')}",
+        type=lambda text: _checked(text, "null", text, None),
+        metavar="JSON",
+        help="Output tokens per second by user, for example "
+        '\'{"user-a": 100, "user-b": 500, "user-c": null}\'.',
+    )
+    group.add_argument(
+        f"--{_FILE.replace('_', '-')}",
+        type=lambda text: _checked(text, None, None, text),
+        metavar="FILE",
+        help="The same from a YAML or JSON file with the keys default, burst (seconds) and users.",
+    )
+    return parser
+
+
+def _checked(text: str, *flags: str | None) -> str:
+    try:
+        config_from_flags(*flags)
+    except ConfigError as error:
+        message = str(error).partition(": ")[2] or str(error)
+        raise argparse.ArgumentTypeError(message.replace("%", "%%")) from None
+    return text
+
+
+def _pacing_of(args: argparse.Namespace) -> PacerConfig | None:
+    values = [getattr(args, name, None) for name in (_DEFAULT, _USERS, _FILE)]
+    return None if values == [None] * 3 else config_from_flags(*values)
+
+
+def _engine_args_with_limits(
+    from_cli_args: Callable[[Any, Any], EngineArgs], cls: type, args: argparse.Namespace
+) -> EngineArgs:
+    engine_args = from_cli_args(cls, args)
+    pacing = _pacing_of(args)
+    if pacing is not None:
+        # Several API servers get copies of `args` and share the file made by the first.
+        if not hasattr(args, _SNAPSHOT):
+            setattr(args, _SNAPSHOT, str(create_snapshot_file()))
+        snapshot_path = Path(getattr(args, _SNAPSHOT))
+        limit_engine_args(engine_args, PacedSchedulerFactory(pacing, snapshot_path))
+    return engine_args
+
+
+def _engine_config_with_limits(
+    create_engine_config: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kw: Any
+) -> VllmConfig:
+    factory = engine_args.scheduler_cls
+    if not isinstance(factory, PacedSchedulerFactory):
+        return create_engine_config(engine_args, *args, **kw)
+    check_seams()
+    engine_args.scheduler_cls = None
+    try:
+        config = create_engine_config(engine_args, *args, **kw)
+    finally:
+        engine_args.scheduler_cls = factory  # type: ignore[assignment]
+    if is_limitable(config):
+        refuse_unsupported(config)
+        config.scheduler_config.scheduler_cls = factory  # type: ignore[assignment]
+        install_frontend(factory.snapshot_path)
+        _warn_anonymous(factory.pacing)
+    return config
+
+
+def _warn_anonymous(pacing: PacerConfig) -> None:
+    if pacing.default is not None and ANONYMOUS_USER not in pacing.users:
+        logger.warning(
+            "All requests without vllm_xargs.output_rate_user share one quota of %s. To change "
+            "that, name the user %s in the limits; null means no limit.",
+            format_rate(pacing.default),
+            ANONYMOUS_USER,
+        )

@@ -1,0 +1,148 @@
+"""The modes in which limits are refused, as a table of data.
+
+A mode stands here until a test proves that limits hold in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+
+
+class UnsupportedModeError(ValueError):
+    """Limits were asked for in a mode in which they are not proved to hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A mode in which the server does not start with limits.
+
+    Attributes:
+        setting: What the operator set.
+        reason: Why limits do not hold.
+        way_out: What to do instead.
+        applies: Whether a configuration is in this mode.
+    """
+
+    setting: str
+    reason: str
+    way_out: str
+    applies: Callable[[VllmConfig], bool]
+
+
+_ANOTHER_MODEL = "serve this model without limits, or limit another one"
+
+REFUSALS = (
+    Refusal(
+        "--speculative-config",
+        "a step may emit several tokens, which are not reserved yet",
+        "leave it out",
+        lambda config: config.speculative_config is not None,
+    ),
+    Refusal(
+        "--data-parallel-size > 1",
+        "every rank would grant each user the whole quota",
+        "start one server per rank and pin each user to one of them",
+        lambda config: config.parallel_config.data_parallel_size > 1,
+    ),
+    Refusal(
+        "--pipeline-parallel-size > 1",
+        "several micro-batches are in flight, whose cadence is not proved",
+        "use --tensor-parallel-size",
+        lambda config: config.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "--enable-lora",
+        "a paused request keeps its adapter's slot",
+        "leave it out",
+        lambda config: config.lora_config is not None,
+    ),
+    Refusal(
+        "an encoder-decoder model",
+        "its prefill cannot stop before the position that samples",
+        _ANOTHER_MODEL,
+        lambda config: config.model_config.is_encoder_decoder,
+    ),
+    Refusal(
+        "a diffusion model",
+        "it does not generate token by token",
+        _ANOTHER_MODEL,
+        lambda config: config.model_config.is_diffusion,
+    ),
+    Refusal(
+        "a multimodal model",
+        "the encoder inputs of a paused prefill are not proved to be computed once",
+        _ANOTHER_MODEL,
+        lambda config: config.model_config.is_multimodal_model,
+    ),
+    Refusal(
+        "a hybrid model",
+        "a prefill that stops before its end may break the alignment of its state",
+        _ANOTHER_MODEL,
+        lambda config: config.model_config.is_hybrid,
+    ),
+    Refusal(
+        "an attention-free model",
+        "a prefill that stops before its end may break the alignment of its state",
+        _ANOTHER_MODEL,
+        lambda config: config.model_config.is_attention_free,
+    ),
+    Refusal(
+        "--kv-transfer-config",
+        "the blocks of a paused request may be waited for elsewhere",
+        "leave it out",
+        lambda config: config.kv_transfer_config is not None,
+    ),
+    Refusal(
+        "--kv-offloading-size",
+        "the blocks of a paused request may be waited for elsewhere",
+        "leave it out",
+        lambda config: config.cache_config.kv_offloading_size is not None,
+    ),
+    Refusal(
+        "--ec-transfer-config",
+        "the encoder outputs of a paused request may be waited for elsewhere",
+        "leave it out",
+        lambda config: config.ec_transfer_config is not None,
+    ),
+    Refusal(
+        "--aux-output-config",
+        "the outputs of a paused request may be waited for elsewhere",
+        "leave it out",
+        lambda config: config.aux_output_config.enabled,
+    ),
+    Refusal(
+        "--prefill-schedule-interval > 1",
+        "a paused prefill would hold up the admission of others",
+        "leave it out",
+        lambda config: config.scheduler_config.prefill_schedule_interval > 1,
+    ),
+    Refusal(
+        "--scheduler-cls",
+        "limits need a scheduler class of their own",
+        "leave it out",
+        lambda config: config.scheduler_config.scheduler_cls is not None,
+    ),
+)
+
+
+def is_limitable(config: VllmConfig) -> bool:
+    """Whether the model generates tokens at all; a pooling model is served as stock."""
+    return config.model_config.runner_type != "pooling"
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Stop if limits are not proved to hold in a configuration.
+
+    Raises:
+        UnsupportedModeError: Names every setting, the reason and the way out.
+    """
+    problems = [
+        f"{refusal.setting}: {refusal.reason}; {refusal.way_out}."
+        for refusal in REFUSALS
+        if refusal.applies(config)
+    ]
+    if problems:
+        raise UnsupportedModeError(
+            "vllm-pacer cannot limit generation speed with these settings. " + " ".join(problems)
+        )

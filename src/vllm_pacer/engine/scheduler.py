@@ -1,0 +1,398 @@
+"""vLLM's schedulers, with a quota per user.
+
+The rules:
+
+1. A token is charged in `_reserve_prefill_lookahead`, which vLLM asks once per candidate and step
+   just before it allocates KV blocks. A request whose user is over quota gets no token there: a
+   running one is skipped, a prefill goes on up to the position before the one that samples.
+2. Paused requests are taken out of `running` while `super().schedule()` runs and put back at its
+   end, so between two calls vLLM sees all its residents and within one only those that may run.
+   They keep slot, KV and history.
+3. `running` is always the visible requests in vLLM's own order, then the paused ones.
+4. A paused request gives way when KV blocks run out: it is preempted before a visible one.
+5. Nothing here waits for a result, so synchronous and asynchronous scheduling differ only in how
+   many steps are in flight when a charge is settled.
+
+State lives in `Pauses` (who is paused) and `Ledger` (what is charged); the rest is per step.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_pacer.charges import Ledger, Step
+from vllm_pacer.clock import NS_PER_SECOND, Clock, MonotonicClock
+from vllm_pacer.config import PacerConfig
+from vllm_pacer.engine.identity import user_of
+from vllm_pacer.engine.snapshot import SnapshotWriter
+from vllm_pacer.limiter import Account, OutputRateLimiter
+from vllm_pacer.pauses import Pauses, User
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
+
+
+class PacedScheduler(Scheduler):
+    """vLLM's scheduler with a quota of output tokens per user.
+
+    Args:
+        pacing: The quotas.
+        clock: What tells the time.
+        snapshot: Where the counters for `/metrics` go.
+        kwargs: What vLLM's scheduler takes.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        pacing: PacerConfig,
+        clock: Clock | None = None,
+        snapshot: SnapshotWriter | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._pacing = pacing
+        self._clock = clock or MonotonicClock()
+        self._snapshot = snapshot
+        self._limiter = OutputRateLimiter(pacing.quotas().of)
+        self._ledger = Ledger(self._limiter, self._on_refund)
+        self._pauses: Pauses[Request] = Pauses(self._limiter)
+        self._users: dict[str, User[Request]] = {}
+        self._user_of: dict[Request, User[Request]] = {}
+        self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
+        self._steps_in_flight = 0
+        self._allocate_slots = self.kv_cache_manager.allocate_slots
+        self._active_limit = self.max_num_active_reqs
+
+        # Of the current step, or the last one between two.
+        self._step = Step(0)
+        self._charges = self._step.charges
+        self._refused: dict[Request, None] = {}
+        self._spent: dict[User[Request], None] = {}
+        self._evicted: list[Request] = []
+        self._other_waits = False
+        self._skipped_until_ns: int | None = None
+        self._quiet = False
+
+    def log_limits(self) -> None:
+        """Write the effective limits into the log, in one line."""
+        logger.info(
+            "vllm-pacer limits output tokens per user: %s; %d resident requests, %d active.",
+            self._pacing.describe(),
+            self.max_num_running_reqs,
+            self._active_limit,
+        )
+
+    # --- who is there -----------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Add a request; its user is known from here until it is freed."""
+        self._quiet = False
+        super().add_request(request)
+        if self.requests.get(request.request_id) is request and request.sampling_params:
+            account = self._limiter.account(user_of(request.sampling_params))
+            user = self._users.get(account.user)
+            if user is None:
+                user = self._users[account.user] = User(account)
+            account.requests += 1
+            self._user_of[request] = user
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._pauses.drop(request)
+        user = self._user_of.pop(request, None)
+        if user is not None:
+            account = user.account
+            account.requests -= 1
+            if not account.requests:
+                del self._users[account.user]
+        return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._pauses.drop(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        self._pauses.drop(request)
+        return super()._handle_stopped_request(request)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """Finish requests from outside; an abort keeps the charges of the steps in flight."""
+        self._quiet = False
+        finished = super().finish_requests(request_ids, finished_status)
+        if finished_status is RequestStatus.FINISHED_ABORTED:
+            self._ledger.keep([request.request_id for request in finished])
+        return finished
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Put together the next step from the requests whose users have quota."""
+        now_ns = self._clock.now_ns()
+        self._step = self._ledger.begin(now_ns)
+        self._charges = self._step.charges
+        self._limiter.cleanup_idle_users()
+        self._other_waits = False
+        self._skipped_until_ns = None
+        self._hide_paused(now_ns)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self._show_paused()
+        self._book(output, now_ns)
+        return output
+
+    def _hide_paused(self, now_ns: int) -> None:
+        pauses = self._pauses
+        running = self.running
+        if pauses:
+            running = running[: len(running) - len(pauses)]
+        if self._spent:
+            running = self._pause_spent(running, now_ns)
+        if pauses:
+            running = self._resume(running, now_ns)
+        if pauses:
+            slots = self.max_num_running_reqs - len(pauses)
+            self.max_num_active_reqs = min(self._active_limit, slots)
+            self.kv_cache_manager.allocate_slots = self._allocate_or_evict
+        self.running = running
+
+    def _show_paused(self) -> None:
+        if self.max_num_active_reqs != self._active_limit:
+            self.max_num_active_reqs = self._active_limit
+        if self._pauses:
+            self.running = [*self.running, *self._pauses]
+        if self._evicted:
+            # At the head of the queue only now: vLLM pops the head after it admits a request.
+            for victim in reversed(self._evicted):
+                self.waiting.prepend_request(victim)
+            self._evicted.clear()
+        vars(self.kv_cache_manager).pop("allocate_slots", None)
+
+    def _pause_spent(self, running: list[Request], now_ns: int) -> list[Request]:
+        """Pause what needs a token of users that came to their quota: the unserved first."""
+        spent, refused = self._spent, self._refused
+        stay: list[Request] = []
+        served: list[Request] = []
+        for request in running:
+            user = self._user_of.get(request)
+            if user not in spent or _is_mid_prefill(request):
+                stay.append(request)
+            elif request in refused:
+                self._pause(request, user)
+            else:
+                served.append(request)
+        for request in served:
+            self._pause(request, self._user_of[request])
+        spent.clear()
+        refused.clear()
+        return stay
+
+    def _pause(self, request: Request, user: User[Request]) -> None:
+        wake_ns = self._limiter.account_ready_at_ns(user.account)
+        self._pauses.pause(request, user, self._priority_class(request), wake_ns)
+
+    def _resume(self, running: list[Request], now_ns: int) -> list[Request]:
+        """Let those go on whose users have quota again, within the limit of active requests."""
+        pauses = self._pauses
+        resumed = pauses.resume(now_ns, self._active_limit - len(running))
+        wake_ns = pauses.next_wake_ns()
+        if wake_ns is None or wake_ns > now_ns:
+            return running + resumed
+        # More could run than may: those that have been visible longest make room.
+        running += resumed
+        count = pauses.ready(now_ns, most=len(running))
+        for request in running[:count]:
+            user = self._user_of[request]
+            pauses.pause(request, user, self._priority_class(request), now_ns)
+        return running[count:] + pauses.resume(now_ns, count)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        num_tokens = request.num_tokens
+        if num_computed_tokens + num_new_tokens < num_tokens or not num_new_tokens:
+            return num_new_tokens
+        user = self._user_of.get(request)
+        if user is None:
+            return num_new_tokens
+        account = user.account
+        if self._limiter.take(account):
+            self._charges[request.request_id] = account, 1
+            if account.tat > account.horizon:
+                self._spent[user] = None
+            return num_new_tokens
+        self._spent[user] = None
+        self._refused[request] = None
+        if not self.scheduler_config.enable_chunked_prefill:
+            return 0
+        last_unsampled = num_tokens - max(1, self.num_prefill_lookahead)
+        return max(last_unsampled - num_computed_tokens, 0)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if not super()._handle_blocked_waiting_request(request):
+            self._other_waits = True
+            return False
+        user = self._user_of.get(request)
+        if user is None or self._limiter.available(user.account):
+            return True
+        if self._can_prefill_without_quota(request):
+            return True
+        # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
+        user.owed_tokens = 1
+        ready_ns = self._limiter.account_ready_at_ns(user.account)
+        if self._skipped_until_ns is None or ready_ns < self._skipped_until_ns:
+            self._skipped_until_ns = ready_ns
+        return False
+
+    def _can_prefill_without_quota(self, request: Request) -> bool:
+        """Whether some of the request's prompt can be computed, and fits, before it samples."""
+        if (
+            not self.scheduler_config.enable_chunked_prefill
+            or request.status == RequestStatus.PREEMPTED
+        ):
+            return False
+        computed_tokens = request.num_computed_tokens
+        if not computed_tokens:
+            computed_tokens = self.kv_cache_manager.get_computed_blocks(request)[1]
+        blocks = -(-request.num_tokens // self.block_size)
+        return (
+            request.num_tokens - computed_tokens > max(1, self.num_prefill_lookahead)
+            and blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+        )
+
+    # --- KV blocks --------------------------------------------------------------------------
+
+    def _allocate_or_evict(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """Allocate KV blocks, preempting paused requests one by one until they suffice."""
+        while (blocks := self._allocate_slots(request, *args, **kwargs)) is None:
+            victim = self._paused_victim(request)
+            if victim is None:
+                return None
+            self._preempt_request(
+                victim,
+                self._clock.now_ns() / NS_PER_SECOND,
+                drop_stale_output=self.requires_kv_delivery,
+            )
+            self.waiting.remove_request(victim)
+            self._evicted.append(victim)
+        return blocks
+
+    def _paused_victim(self, request: Request) -> Request | None:
+        """Return the paused request that gives way to `request`, if one does."""
+        is_running = request.status == RequestStatus.RUNNING
+        if not is_running and request.request_id not in self._charges:
+            return None  # it would only be paused in the other's place
+        worst_class = self._priority_class(request)
+        if is_running:
+            worst_class = max(map(self._priority_class, self.running))
+        for victim in self._pauses.victims():
+            if (
+                self._priority_class(victim) >= worst_class
+                and self._request_blocks_can_be_freed(victim)
+                and (is_running or not self._limiter.available(self._user_of[victim].account))
+            ):
+                return victim
+        return None
+
+    def _priority_class(self, request: Request) -> int:
+        return request.priority if self.policy == SchedulingPolicy.PRIORITY else 0
+
+    # --- charges ----------------------------------------------------------------------------
+
+    def _book(self, output: SchedulerOutput, now_ns: int) -> None:
+        step = self._step
+        self._ledger.dispatch(step, output.num_scheduled_tokens, now_ns)
+        if step.charges:
+            self._dispatched[id(output)] = output, step
+        if output.total_num_scheduled_tokens:
+            self._steps_in_flight += 1
+        self._quiet = not (self._steps_in_flight or self._other_waits)
+        if self._snapshot is not None:
+            self._write_snapshot(self._snapshot)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process a step's result and settle its charges."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._steps_in_flight -= 1
+        _, step = self._dispatched.pop(id(scheduler_output), (None, None))
+        if step is not None:
+            # No request emits more than it was charged, so equal sums mean equal parts.
+            emitted_tokens = 0
+            for client_outputs in outputs.values():
+                for each in client_outputs.outputs:
+                    emitted_tokens += len(each.new_token_ids)
+            if emitted_tokens == step.tokens:
+                self._ledger.close(step)
+            else:
+                emitted = {
+                    each.request_id: len(each.new_token_ids)
+                    for client_outputs in outputs.values()
+                    for each in client_outputs.outputs
+                }
+                self._ledger.settle(step, emitted, self._clock.now_ns())
+        return outputs
+
+    def _on_refund(self, account: Account) -> None:
+        user = self._users.get(account.user)
+        if user is not None:
+            self._pauses.wake_by(user, self._limiter.account_ready_at_ns(account))
+
+    def _write_snapshot(self, snapshot: SnapshotWriter) -> None:
+        snapshot.write(
+            paused_requests=len(self._pauses),
+            charged_tokens=self._ledger.charged_tokens,
+            refunded_tokens=self._ledger.refunded_tokens,
+        )
+
+    # --- an idle engine ---------------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        """Return the time on the scheduler's clock."""
+        return self._clock.now_ns()
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or unpause the scheduler as a whole."""
+        self._quiet = False
+        super().set_pause_state(pause_state)
+
+    def quiet_until_ns(self) -> int | None:
+        """Return the instant before which a step would compute nothing, or `None`.
+
+        `None` means that the engine must step now. Only quota is awaited: a step in flight, a
+        grammar being compiled or any other reason to wait gives `None`.
+        """
+        if not self._quiet:
+            return None
+        wake_ns = self._pauses.next_wake_ns()
+        skipped_ns = self._skipped_until_ns
+        if wake_ns is None or skipped_ns is None:
+            return wake_ns if skipped_ns is None else skipped_ns
+        return min(wake_ns, skipped_ns)
+
+
+class PacedAsyncScheduler(PacedScheduler, AsyncScheduler):
+    """The same for asynchronous scheduling."""
+
+
+def _is_mid_prefill(request: Request) -> bool:
+    """Whether the request has prompt left to compute before the position that samples."""
+    return request.num_tokens + request.num_output_placeholders > request.num_computed_tokens + 1

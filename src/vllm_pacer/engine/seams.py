@@ -1,0 +1,243 @@
+"""Every name of vLLM's that this package relies on, and the check that they are there.
+
+vLLM's classes are not a public interface. Whatever is subclassed, wrapped or read stands in these
+tables with the parameters it had when it was proved. A missing or changed one stops the server:
+running without a limit because a hook was no longer called would be worse.
+
+The check sees names and parameters. It cannot see that a method is called at another time or means
+something else; `tests/upstream` runs vLLM's own suites and this package's laws for that.
+"""
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import vllm
+from packaging.version import InvalidVersion, Version
+
+LOWEST_VLLM = Version("0.32.0")
+BELOW_VLLM = Version("0.34.0.dev0")
+
+
+class SeamError(RuntimeError):
+    """The installed vLLM is not one that this package can work with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A function or method of vLLM's.
+
+    Attributes:
+        module: The module it lives in.
+        name: Its qualified name there.
+        parameters: Its parameter lists, one for each form in the supported window; none if the
+            parameters do not matter.
+        use: What it is needed for.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    use: str
+
+    @property
+    def full_name(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.{self.name}"
+
+    def problem(self) -> str | None:
+        """Return what is wrong with it in the installed vLLM, or `None`."""
+        try:
+            found: Any = import_module(self.module)
+            for part in self.name.split("."):
+                found = inspect.getattr_static(found, part)
+        except (ImportError, AttributeError):
+            return f"{self.full_name} is missing"
+        function = inspect.unwrap(getattr(found, "__func__", found))
+        signature = ", ".join(inspect.signature(function).parameters)
+        if not self.parameters or signature in self.parameters:
+            return None
+        return f"{self.full_name} takes ({signature}) instead of ({self.parameters[-1]})"
+
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_CORE = "vllm.v1.engine.core"
+_ARGS = "vllm.engine.arg_utils"
+_BEAM = "vllm.entrypoints.generate.beam_search"
+
+_ALLOCATE = (
+    "self, request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, "
+    "num_lookahead_tokens, num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, "
+    "full_sequence_must_fit, reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids"
+)
+
+SEAMS = (
+    Seam(_SCHEDULER, "Scheduler.schedule", ("self, throttle_prefills",), "one step"),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._reserve_prefill_lookahead",
+        ("self, request, num_computed_tokens, num_new_tokens",),
+        "the charge, just before KV blocks are allocated",
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._handle_blocked_waiting_request",
+        ("self, request",),
+        "skipping a waiting request without blocking those behind it",
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._preempt_request",
+        ("self, request, timestamp, drop_stale_output",),
+        "preempting paused requests first",
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._request_blocks_can_be_freed",
+        ("self, request",),
+        "not preempting a request whose blocks stay in use",
+    ),
+    Seam(_SCHEDULER, "Scheduler._free_request", ("self, request, delay_free_blocks",), "its end"),
+    Seam(_SCHEDULER, "Scheduler._handle_stopped_request", ("self, request",), "its end"),
+    Seam(_SCHEDULER, "Scheduler.add_request", ("self, request",), "its beginning"),
+    Seam(
+        _SCHEDULER,
+        "Scheduler.finish_requests",
+        ("self, request_ids, finished_status",),
+        "aborts keep their charge",
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        ("self, scheduler_output, model_runner_output",),
+        "settling charges",
+    ),
+    Seam(_SCHEDULER, "Scheduler.set_pause_state", ("self, pause_state",), "ending an idle wait"),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.allocate_slots",
+        (_ALLOCATE, _ALLOCATE.replace(", skip_zeroing_group_ids", "")),
+        "preempting paused requests when blocks run out",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        ("self, request", "self, request, max_cache_hit_length"),
+        "recognising a prompt of which only the sampling position is left",
+    ),
+    Seam(
+        "vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",), "the same"
+    ),
+    Seam(
+        _CORE,
+        "EngineCoreProc._process_engine_step",
+        ("self",),
+        "waiting while everybody is paused",
+    ),
+    Seam(
+        _CORE,
+        "EngineCoreProc._handle_client_request",
+        ("self, request_type, request",),
+        "the request that ends the wait",
+    ),
+    Seam("vllm.v1.engine.core_client", "InprocClient.get_output", ("self",), "the same, offline"),
+    Seam(
+        "vllm.config.scheduler",
+        "SchedulerConfig.get_scheduler_cls",
+        ("self",),
+        "choosing the scheduler when the engine is built",
+    ),
+    Seam(_ARGS, "EngineArgs.add_cli_args", ("parser",), "the flags"),
+    Seam(_ARGS, "EngineArgs.from_cli_args", ("cls, args",), "the flags"),
+    Seam(
+        _ARGS,
+        "EngineArgs.create_engine_config",
+        ("self, usage_context, headless",),
+        "carrying the limits to the engine",
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor._validate_params",
+        ("self, params, supported_tasks",),
+        "HTTP 400 for a bad user name",
+    ),
+    Seam(f"{_BEAM}.online", "BeamSearchOnlineMixin.beam_search", (), "refusing beam search"),
+    Seam(f"{_BEAM}.offline", "BeamSearchOfflineMixin.beam_search", (), "refusing beam search"),
+    Seam(
+        "vllm.entrypoints.serve.instrumentator.metrics",
+        "get_prometheus_registry",
+        ("",),
+        "the counters in /metrics",
+    ),
+)
+
+SCHEDULER_ATTRIBUTES = (
+    "block_size",
+    "kv_cache_manager",
+    "max_num_active_reqs",
+    "max_num_running_reqs",
+    "num_prefill_lookahead",
+    "policy",
+    "requests",
+    "requires_kv_delivery",
+    "running",
+    "scheduler_config",
+    "waiting",
+)
+"""Attributes that `Scheduler.__init__` sets."""
+
+REQUEST_ATTRIBUTES = (
+    "num_computed_tokens",
+    "num_output_placeholders",
+    "num_tokens",
+    "priority",
+    "request_id",
+    "sampling_params",
+    "status",
+)
+"""Attributes of a `Request`."""
+
+
+def check_seams() -> None:
+    """Stop unless the installed vLLM is one this package can work with.
+
+    Raises:
+        SeamError: A version outside the window, or a missing or changed name.
+    """
+    problem = version_problem(vllm.__version__)
+    problems = [problem] if problem else [each for seam in SEAMS if (each := seam.problem())]
+    if problems:
+        raise SeamError(
+            f"vllm-pacer cannot limit generation speed on vLLM {vllm.__version__}: "
+            + "; ".join(problems)
+            + f". It supports vLLM {LOWEST_VLLM} up to, not including, {BELOW_VLLM.base_version}. "
+            "Install one of these or a vllm-pacer that knows this one; to serve without limits, "
+            "leave out the --*user-output-* flags."
+        )
+
+
+def version_problem(version: str) -> str | None:
+    """Return what is wrong with a version of vLLM, or `None`."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return f"its version {version!r} cannot be read"
+    if LOWEST_VLLM <= parsed < BELOW_VLLM:
+        return None
+    return "this version has not been proved"
+
+
+def check_scheduler_attributes(scheduler: object) -> None:
+    """Stop unless a scheduler that was just built has the attributes that are relied on.
+
+    Raises:
+        SeamError: One is missing.
+    """
+    missing = [name for name in SCHEDULER_ATTRIBUTES if not hasattr(scheduler, name)]
+    if missing:
+        raise SeamError(
+            f"vllm-pacer cannot limit generation speed on vLLM {vllm.__version__}: its scheduler "
+            f"has no {', '.join(missing)}. It supports vLLM {LOWEST_VLLM} up to, not including, "
+            f"{BELOW_VLLM.base_version}."
+        )

@@ -1,0 +1,219 @@
+"""The generic cell rate algorithm (GCRA), one integer per user.
+
+The rules, for a user with rate N and its theoretical arrival time TAT:
+
+1. A token is granted iff TAT ≤ now + burst. Then TAT becomes max(TAT, now) + 1/N.
+2. n tokens at once are granted iff the last of them would be: TAT + (n − 1)/N ≤ now + burst.
+3. A refusal changes nothing.
+4. A refund takes back at most the lowest level (TAT − now, never below 0) seen since its charge:
+   what has drained in the meantime would have drained unused without the charge too, and giving
+   it back would be new credit.
+5. A user may be forgotten when its TAT lies in the past: it cannot be told from a new one.
+
+Hence, in every window of W seconds, tokens taken and not refunded ≤ (W + burst) × N + 1.
+
+Times are held multiplied by the numerator of the user's rate, so that 1/N is an integer too and
+nothing is ever rounded. A user without a limit is one whose tokens take no time.
+
+GCRA: ITU-T I.371, annex A. The refund rule is Reich's formula for a queue from which one
+arrival is removed afterwards.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from vllm_pacer.clock import NS_PER_SECOND
+from vllm_pacer.quota import Quota
+
+_UNTOUCHED = 1 << 256
+"""The level since a charge before anything was observed: above every real one."""
+
+_CHECKS_PER_STEP = 8
+_CHECKS_PER_NEW_USER = 2
+
+
+class Account:
+    """One user's state. Made and changed by `OutputRateLimiter` alone; others hold references."""
+
+    __slots__ = ("_burst", "_increment", "_scale", "horizon", "open_charges", "requests", "step",
+                 "tat", "user")  # fmt: skip
+
+    def __init__(self, user: str, quota: Quota | None) -> None:
+        self.user = user
+        self.requests = 0  # live requests that refer to this account
+        self.tat = 0
+        self.horizon = 0  # now + burst in the step below
+        self.step = -1  # the last step in which the user asked for a token
+        self.open_charges: list[list[int]] = []  # [step, lowest level seen since], oldest first
+        self._scale = quota.tokens_per_second.numerator if quota else 1
+        self._increment = quota.tokens_per_second.denominator * NS_PER_SECOND if quota else 0
+        self._burst = quota.burst_ns * self._scale if quota else 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether the user has a quota at all."""
+        return self._increment > 0
+
+
+class OutputRateLimiter:
+    """Grants output tokens to users, each at its own rate.
+
+    Everything within a step happens at the step's instant. A step stays open until no refund of
+    its charges can come any more; with asynchronous scheduling several are open at once.
+
+    Args:
+        quota_of: Gives a user's quota, or `None` for no limit.
+
+    >>> limiter = OutputRateLimiter(lambda user: Quota.per_second(10))
+    >>> step = limiter.begin_step(now_ns=0)
+    >>> [limiter.try_take("a") for _ in range(3)]
+    [True, True, False]
+    >>> limiter.ready_at_ns("a")
+    100000000
+    """
+
+    def __init__(self, quota_of: Callable[[str], Quota | None]) -> None:
+        self._quota_of = quota_of
+        self._accounts: dict[str, Account] = {}
+        self._cleanup_queue: deque[Account] = deque()
+        self._open_steps: dict[int, None] = {}
+        self._oldest_open_step = 0
+        self._step = 0
+        self._now_ns = 0
+
+    def __len__(self) -> int:
+        """Return the number of users remembered."""
+        return len(self._accounts)
+
+    def account(self, user: str) -> Account:
+        """Return the user's account, opening one if need be."""
+        account = self._accounts.get(user)
+        if account is None:
+            # More than one look per newcomer, or one-shot users would outrun the cleaning.
+            self.cleanup_idle_users(_CHECKS_PER_NEW_USER)
+            account = self._accounts[user] = Account(user, self._quota_of(user))
+            self._cleanup_queue.append(account)
+        return account
+
+    def begin_step(self, now_ns: int) -> int:
+        """Open a step at `now_ns`, which is not before the step that was opened last.
+
+        Returns:
+            The step's number, to be given to `refund` and `end_step`.
+        """
+        self._step += 1
+        self._now_ns = now_ns
+        if not self._open_steps:
+            self._oldest_open_step = self._step
+        self._open_steps[self._step] = None
+        return self._step
+
+    def end_step(self, step: int) -> None:
+        """Close a step: none of its charges will be refunded any more."""
+        del self._open_steps[step]
+        self._oldest_open_step = next(iter(self._open_steps), self._step + 1)
+
+    def try_take(self, user: str, tokens: int = 1) -> bool:
+        """Take `tokens` from the user's quota at the instant of the current step, or none."""
+        return self.take(self.account(user), tokens)
+
+    def take(self, account: Account, tokens: int = 1) -> bool:
+        """Do what `try_take` does for an account already at hand."""
+        if account.step != self._step:
+            self._enter_step(account)
+        tat = account.tat + tokens * account._increment
+        if tat - account._increment > account.horizon:
+            return False
+        account.tat = tat
+        return True
+
+    def refund(self, user: str, step: int, now_ns: int, tokens: int = 1) -> None:
+        """Give back `tokens` that were taken in `step`, as far as that creates no new credit.
+
+        Raises:
+            ValueError: The user took nothing in that step, or the step has ended.
+        """
+        self.give_back(self.account(user), step, now_ns, tokens)
+
+    def give_back(self, account: Account, step: int, now_ns: int, tokens: int = 1) -> None:
+        """Do what `refund` does for an account already at hand."""
+        charges = account.open_charges
+        if step not in self._open_steps or all(charge[0] != step for charge in charges):
+            raise ValueError(f"User {account.user!r} has no open charge in step {step} to refund.")
+        self._observe_level(account, now_ns)
+        lowest = next(charge[1] for charge in charges if charge[0] == step)
+        given = min(tokens * account._increment, lowest)
+        account.tat -= given
+        for charge in charges:
+            # Without the refunded charge every level since then would have been lower by as much.
+            charge[1] = charge[1] - given if charge[0] >= step else min(charge[1], lowest - given)
+
+    def available(self, account: Account) -> int:
+        """Return how many tokens the account can still take in the current step."""
+        if account.step != self._step:
+            self._enter_step(account)
+        if account.tat > account.horizon:
+            return 0
+        if not account.limited:
+            return _UNTOUCHED
+        return (account.horizon - account.tat) // account._increment + 1
+
+    def ready_at_ns(self, user: str, tokens: int = 1) -> int:
+        """Return the first instant, in whole nanoseconds, at which `try_take` succeeds."""
+        return self.account_ready_at_ns(self.account(user), tokens)
+
+    def account_ready_at_ns(self, account: Account, tokens: int = 1) -> int:
+        """Do what `ready_at_ns` does for an account already at hand."""
+        scaled = account.tat + (tokens - 1) * account._increment - account._burst
+        return -(-scaled // account._scale)
+
+    def cleanup_idle_users(self, checks: int = _CHECKS_PER_STEP) -> int:
+        """Look at the next `checks` users in turn and forget those that are idle.
+
+        Called once per step and once per new user: constant work however many users are known.
+
+        Returns:
+            The number of users forgotten.
+        """
+        queue = self._cleanup_queue
+        before = len(queue)
+        for _ in range(min(checks, before)):
+            account = queue.popleft()
+            if self._is_idle(account):
+                del self._accounts[account.user]
+            else:
+                queue.append(account)
+        return before - len(queue)
+
+    def _is_idle(self, account: Account) -> bool:
+        return (
+            account.requests == 0
+            and account.step < self._oldest_open_step
+            and account.tat <= self._now_ns * account._scale
+        )
+
+    def _enter_step(self, account: Account) -> None:
+        """Prepare the account for charges at the instant of the current step."""
+        self._observe_level(account, self._now_ns)
+        now = self._now_ns * account._scale
+        if account.tat < now:
+            account.tat = now
+        account.horizon = now + account._burst
+        account.step = self._step
+        account.open_charges.append([self._step, _UNTOUCHED])
+
+    def _observe_level(self, account: Account, now_ns: int) -> None:
+        """Lower the minima of the account's open charges to its level now; drop closed ones."""
+        charges = account.open_charges
+        if not charges:
+            return
+        oldest = self._oldest_open_step
+        if charges[-1][0] < oldest:
+            charges.clear()
+            return
+        while charges[0][0] < oldest:
+            del charges[0]
+        level = max(account.tat - now_ns * account._scale, 0)
+        for charge in charges:
+            if level < charge[1]:
+                charge[1] = level
