@@ -5,7 +5,7 @@ Every error says what was given, what is allowed and what to write instead.
 
 import difflib
 import json
-import math
+import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -27,6 +27,10 @@ _RATE_HELP = (
     "or null for no limit"
 )
 
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,29})(\.\d{1,30})?([eE][-+]?\d{1,2})?")
+"""A number of JSON's form and of a size that can be meant: 1e-999999999 as an exact fraction would
+fill the memory."""
+
 
 class ConfigError(ValueError):
     """A setting cannot be used; the message is for the person who wrote it."""
@@ -43,42 +47,45 @@ def check_user_name(name: object) -> str:
     if not name:
         raise ValueError("must not be empty")
     if len(name) > MAX_USER_NAME_LENGTH:
-        raise ValueError(
-            f"must have at most {MAX_USER_NAME_LENGTH} characters, got {len(name)}"
-        )
+        raise ValueError(f"must have at most {MAX_USER_NAME_LENGTH} characters, got {len(name)}")
     return name
 
 
-def _exact_number(value: object, help_text: str) -> Fraction:
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | Fraction):
-        raise ValueError(f"got {value!r}; {help_text}")
-    if isinstance(value, float | Decimal) and not math.isfinite(value):
-        raise ValueError(f"got {value}; {help_text}")
+def _exact_number(value: object, lowest: Fraction, highest: Fraction, help_text: str) -> Fraction:
+    if isinstance(value, Decimal):
+        is_number = _NUMBER.fullmatch(str(value)) is not None
+    else:
+        is_number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
+    if not is_number or not lowest <= value <= highest:  # type: ignore[operator]
+        raise ValueError(f"got {_shown(value)}; {help_text}")
     # A float stands for the decimal that was written, which is its shortest representation.
-    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
+    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)  # type: ignore[call-overload]
+
+
+def _shown(value: object) -> str:
+    """Return what was given, at a length that suits a message."""
+    try:
+        text = str(value) if isinstance(value, Decimal | Fraction) else repr(value)
+    except ValueError:  # Python does not write out integers of more than 4,300 digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _rate(value: object) -> Fraction | None:
     if value is None:
         return None
-    rate = _exact_number(value, _RATE_HELP)
-    if not MIN_RATE <= rate <= MAX_RATE:
-        raise ValueError(f"got {value}; {_RATE_HELP}")
-    return rate
+    return _exact_number(value, MIN_RATE, MAX_RATE, _RATE_HELP)
 
 
 def _burst(value: object) -> Fraction:
     help_text = f"write a number of seconds from 0 to {int(MAX_BURST_SECONDS)}"
-    burst = _exact_number(value, help_text)
-    if not 0 <= burst <= MAX_BURST_SECONDS:
-        raise ValueError(f"got {value}; {help_text}")
-    return burst
+    return _exact_number(value, Fraction(0), MAX_BURST_SECONDS, help_text)
 
 
 def _users(value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise ValueError(
-            f"got {value!r}; write a mapping from user to tokens per second, "
+            f"got {_shown(value)}; write a mapping from user to tokens per second, "
             'for example {"user-a": 100, "user-b": null}'
         )
     for name in value:
@@ -111,7 +118,8 @@ class PacerConfig(BaseModel):
     @classmethod
     def _check_keys(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
-            raise ValueError(f"got {data!r}; write a mapping with the keys {_known_keys()}")
+            given = "nothing" if data is None else _shown(data)
+            raise ValueError(f"got {given}; write a mapping with the keys {_known_keys()}")
         for key in data:
             if key not in cls.model_fields:
                 raise ValueError(_unknown_key(key))
@@ -139,9 +147,8 @@ class PacerConfig(BaseModel):
         if len(self.users) > 8:
             limited = sum(rate is not None for rate in self.users.values())
             named = f"{len(self.users)} users named, {limited} of them limited"
-        return (
-            f"default {format_rate(self.default)}, burst {float(self.burst):g} s"
-            + (f", {named}" if named else "")
+        return f"default {format_rate(self.default)}, burst {float(self.burst):g} s" + (
+            f", {named}" if named else ""
         )
 
 
@@ -201,8 +208,8 @@ def config_from_file(file: str | Path) -> PacerConfig:
         ConfigError: The file cannot be read, or a setting in it cannot be used.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # not UTF-8, or a path that cannot be one
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"--user-output-rate-config: cannot read {str(file)!r}: {reason}; "
@@ -217,49 +224,81 @@ def config_from_file(file: str | Path) -> PacerConfig:
 
 def _json(text: str, source: str, help_text: str) -> Any:
     try:
-        return json.loads(text, parse_float=Decimal, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{source}: got {text!r}, which is not valid JSON "
-            f"({error.msg} at character {error.pos + 1}); {help_text}"
-        ) from None
-    except ValueError as error:
+        return json.loads(
+            text,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=str,
+            object_pairs_hook=_without_duplicates,
+        )
+    except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"{source}: got {_shown(text)}, which is not valid JSON: {error}; {help_text}"
+        ) from None
+
+
+def _number(text: str) -> int | Decimal | str:
+    """Return the number that was written, or its text if it cannot be meant."""
+    if not _NUMBER.fullmatch(text):
+        return text
+    return int(text) if text.removeprefix("-").isdigit() else Decimal(text)
 
 
 def _without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     mapping: dict[Any, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            raise ValueError(f"{key!r} is given twice; keep one of the two")
+            raise ConfigError(f"{key!r} is given twice; keep one of the two")
         mapping[key] = value
     return mapping
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML that does not drop the first of two equal keys."""
+    """YAML that does not drop the first of two equal keys and knows JSON's numbers only.
+
+    YAML 1.1 takes 010 for eight, 1:30 for ninety and 1e3 for a text.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping, refusing duplicate keys."""
         return _without_duplicates(
-            (self.construct_object(key, deep=True), self.construct_object(value, deep=True))  # type: ignore[no-untyped-call]
+            (self.construct_object(key, deep=True), self.construct_object(value, deep=True))
             for key, value in node.value
         )
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | Decimal | str:
+        """Build a number as `_json` does."""
+        return _number(str(node.value))
+
+
+_YAML_NUMBERS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int")
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] not in _YAML_NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.add_implicit_resolver(
+    _YAML_NUMBERS[0], re.compile(f"({_NUMBER.pattern})$"), list("-0123456789")
+)
+for _tag in _YAML_NUMBERS:
+    _StrictLoader.add_constructor(_tag, _StrictLoader.construct_number)
+
 
 def _yaml(text: str, source: str) -> Any:
+    help_text = f"write a mapping with the keys {_known_keys()}"
     try:
         return yaml.load(text, _StrictLoader)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         place = f" in line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or error
-        raise ConfigError(
-            f"{source}: not valid YAML{place} ({problem}); "
-            f"write a mapping with the keys {_known_keys()}"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{source}: not valid YAML{place} ({problem}); {help_text}") from None
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # What PyYAML's constructors raise on a tag that does not fit its value.
+        raise ConfigError(f"{source}: not valid YAML ({error}); {help_text}") from None
 
 
 def _known_keys() -> str:
