@@ -1,0 +1,668 @@
+"""The real engine core on a clock that only the test moves.
+
+Real are `EngineCore` with its own `__init__`, `step` and `step_with_batch_queue`, the schedulers,
+the KV cache manager and the requests. Controlled are two things: the clock, and the executor, whose
+`Worker` answers from a script and takes a fixed time per step.
+
+The bed keeps books of its own and compares them with the scheduler after every step, so each test
+here tests the laws too:
+
+* charged = emitted + in flight + aborted in flight, for every user;
+* no step computes more requests than may be active;
+* every resident stands in `running` exactly once, the paused ones at the end;
+* every answer is a prefix of its script, computed without computing any position twice.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_pacer.clock import NS_PER_SECOND, FakeClock
+from vllm_pacer.config import PacerConfig
+from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
+
+NS_PER_MS = 1_000_000
+EOS = 2
+STOP = 3
+_FIRST_WORD = 100
+_WORDS = 50_000
+_NAP_NS = NS_PER_MS  # what vLLM's loop sleeps after a step that computed nothing
+_MODEL = Path(__file__).parents[2] / ".testbed" / "models" / "facebook" / "opt-125m"
+
+
+def word(position: int) -> int:
+    """The token every script has at this place of the answer, unless it ends there."""
+    return _FIRST_WORD + position % _WORDS
+
+
+@dataclass
+class Script:
+    """What the model says to one request, and whose it is."""
+
+    user: str
+    max_tokens: int
+    last_token: int | None = None  # EOS or STOP in the place of the last word
+
+    def token(self, position: int) -> int:
+        """Return the token at a position of the answer."""
+        if self.last_token is not None and position == self.max_tokens - 1:
+            return self.last_token
+        return word(position)
+
+
+@dataclass
+class StepRecord:
+    """One dispatched step: when, how many positions of each request, and who got a token."""
+
+    at_ns: int
+    computed: dict[str, int]
+    sampled: dict[str, int]  # the token by request
+    preempted: frozenset[str] = frozenset()
+    settled: bool = False
+
+
+@dataclass
+class _Context:
+    """A request as the worker knows it."""
+
+    prompt_tokens: int
+    tokens: int  # prompt and all that was sampled, in flight or not
+    computed: int
+
+
+class Worker:
+    """What a model runner knows of its requests, and the tokens it samples.
+
+    It decides by itself which requests sample, from nothing but the scheduler's outputs, and fails
+    where a real runner would go wrong: a request it does not know, a position skipped or computed
+    again, a history that it was not given.
+    """
+
+    def __init__(self, scripts: Mapping[str, Script], max_num_seqs: int) -> None:
+        self._scripts = scripts
+        self._max_num_seqs = max_num_seqs
+        self._contexts: dict[str, _Context] = {}
+        self._resident: set[str] = set()
+        self._last_step: set[str] = set()
+        self.is_v2 = False
+
+    @property
+    def residents(self) -> frozenset[str]:
+        """The requests that hold a slot."""
+        return frozenset(self._resident)
+
+    def run(self, output: SchedulerOutput) -> dict[str, int]:
+        """Compute a step and return the sampled token of each request that sampled."""
+        self._release(output.finished_req_ids | (output.preempted_req_ids or set()))
+        for new in output.scheduled_new_reqs:
+            known = new.prefill_token_ids or new.prompt_token_ids or []
+            self._admit(new.req_id, len(known), new.num_computed_tokens)
+            self._contexts[new.req_id].prompt_tokens = new.prompt_len
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            history = cached.all_token_ids.get(request_id)
+            if request_id in cached.resumed_req_ids:
+                assert history is not None, f"{request_id} resumes without its history"
+                self._admit(request_id, len(history), computed)
+            else:
+                context = self._contexts[request_id]
+                assert request_id in self._resident, f"{request_id} has no slot"
+                assert computed == context.computed, f"{request_id} does not go on where it was"
+                assert self.is_v2 or history is not None or request_id in self._last_step
+        self._last_step = set(output.num_scheduled_tokens)
+        return {
+            request_id: token
+            for request_id, count in output.num_scheduled_tokens.items()
+            if (token := self._compute(request_id, count)) is not None
+        }
+
+    def _release(self, request_ids: Iterable[str]) -> None:
+        self._resident.difference_update(request_ids)
+
+    def _admit(self, request_id: str, tokens: int, computed: int) -> None:
+        self._resident.discard(request_id)
+        assert len(self._resident) < self._max_num_seqs, "no free slot"
+        self._resident.add(request_id)
+        context = self._contexts.setdefault(request_id, _Context(0, 0, 0))
+        context.tokens, context.computed = tokens, computed
+
+    def _compute(self, request_id: str, count: int) -> int | None:
+        context = self._contexts[request_id]
+        context.computed += count
+        assert context.computed <= context.tokens, f"{request_id} computes what is not there"
+        if context.computed < context.tokens:
+            return None
+        token = self._scripts[request_id].token(context.tokens - context.prompt_tokens)
+        context.tokens += 1
+        return token
+
+
+class _Result(Future[Any]):
+    """A result that is there at an instant of the fake clock; waiting for it moves the clock."""
+
+    def __init__(self, value: Any, at_ns: int, clock: FakeClock) -> None:
+        super().__init__()
+        self._value, self._at_ns, self._clock = value, at_ns, clock
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._clock.advance_ns(max(self._at_ns - self._clock.now_ns(), 0))
+        return self._value
+
+
+class ScriptedExecutor(Executor):
+    """One worker that takes `step_ns` per step and computes steps in the order of dispatch."""
+
+    worker: Worker
+    clock: FakeClock
+    step_ns: int
+    block_size: int
+    on_dispatch: Callable[[StepRecord], None]
+
+    def _init_executor(self) -> None:
+        self._free_at_ns = 0
+        self._next: tuple[ModelRunnerOutput, int]
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        """Compute a step; as in vLLM, its tokens come from `sample_tokens`."""
+        now_ns = self.clock.now_ns()
+        sampled = self.worker.run(scheduler_output)
+        record = StepRecord(
+            now_ns,
+            dict(scheduler_output.num_scheduled_tokens),
+            sampled,
+            frozenset(scheduler_output.preempted_req_ids or ()),
+        )
+        self.on_dispatch(record)
+        if not record.computed:
+            return _Result(EMPTY_MODEL_RUNNER_OUTPUT, max(now_ns, self._free_at_ns), self.clock)
+        self._free_at_ns = max(now_ns, self._free_at_ns) + self.step_ns
+        request_ids = list(record.computed)
+        result = ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={each: index for index, each in enumerate(request_ids)},
+            sampled_token_ids=[[sampled[each]] if each in sampled else [] for each in request_ids],
+        )
+        self._next = result, self._free_at_ns
+        return _Result(None, now_ns, self.clock)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Return the tokens of the step that was computed last."""
+        result = _Result(*self._next, self.clock)
+        return result if non_block else result.result()
+
+    def get_kv_cache_specs(self) -> Any:
+        """Return one small attention layer."""
+        spec = FullAttentionSpec(
+            block_size=self.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        return [{"layer": spec}]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        """Return the usual layout."""
+        return [["LBNHC"]]
+
+    def determine_available_memory(self) -> list[int]:
+        """Return plenty: the number of blocks is set by the bed."""
+        return [1 << 40]
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing: there are no worker processes."""
+        return []
+
+    def check_health(self) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class Books:
+    """Tokens by user, counted without looking into the ledger of the scheduler."""
+
+    taken: Counter[str] = field(default_factory=Counter)
+    given_back: Counter[str] = field(default_factory=Counter)
+    delivered: Counter[str] = field(default_factory=Counter)
+    aborted_in_flight: Counter[str] = field(default_factory=Counter)
+
+    def charged(self, user: str) -> int:
+        """Return what the user was charged and not given back."""
+        return self.taken[user] - self.given_back[user]
+
+
+class Bed:
+    """An engine core, its clock and its books.
+
+    Args:
+        rates: Tokens per second by user; the rest has no limit.
+        is_async: Whether steps overlap, at depth 2.
+        paced: Whether the scheduler is ours or vLLM's own.
+
+    """
+
+    def __init__(
+        self,
+        rates: Mapping[str, int | float | None] | None = None,
+        *,
+        is_async: bool = False,
+        paced: bool = True,
+        default_rate: int | float | None = None,
+        burst_seconds: float = 0.1,
+        step_ms: int = 30,
+        max_num_seqs: int = 16,
+        max_num_active_seqs: int | None = None,
+        max_num_batched_tokens: int = 8192,
+        num_blocks: int = 10_000,
+        block_size: int = 16,
+        policy: str = "fcfs",
+        chunked_prefill: bool = True,
+        v2_model_runner: bool = False,
+    ) -> None:
+        self.clock = FakeClock()
+        self.pacing = PacerConfig(
+            default=default_rate, users=dict(rates or {}), burst=burst_seconds
+        )
+        self.scripts: dict[str, Script] = {}
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.steps: list[StepRecord] = []
+        self.books = Books()
+        self.naps = 0
+        self.kept_stamps: dict[str, list[int]] = {}
+        self._in_flight: list[StepRecord] = []
+        self._is_async = is_async
+        self._paced = paced
+
+        config = _vllm_config(
+            max_num_seqs=max_num_seqs,
+            max_num_active_seqs=max_num_active_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            policy=policy,
+            chunked_prefill=chunked_prefill,
+        )
+        # vLLM's CPU platform switches it off, whatever was asked for.
+        config.scheduler_config.async_scheduling = is_async
+        if paced:
+            config.scheduler_config.scheduler_cls = partial(  # type: ignore[assignment]
+                PacedAsyncScheduler if is_async else PacedScheduler,
+                pacing=self.pacing,
+                clock=self.clock,
+            )
+        self.max_active = max_num_active_seqs or max_num_seqs
+        self.max_num_seqs = max_num_seqs
+        self.num_blocks = num_blocks
+        executor_class = type(
+            "BedExecutor",
+            (ScriptedExecutor,),
+            {
+                "worker": Worker(self.scripts, max_num_seqs),
+                "clock": self.clock,
+                "step_ns": step_ms * NS_PER_MS,
+                "block_size": block_size,
+                "on_dispatch": staticmethod(self._note_dispatch),
+            },
+        )
+        self.core = EngineCore(config, executor_class, log_stats=False)
+        self.scheduler: Any = self.core.scheduler
+        self.executor: Any = self.core.model_executor
+        self.scheduler.use_v2_model_runner = v2_model_runner
+        self.executor.worker.is_v2 = v2_model_runner
+        self._watch_limiter()
+        self._watch_aborts()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        user: str | None = "a",
+        *,
+        prompt: int | Sequence[int] = 10,
+        tokens: int = 16,
+        ends_with: int | None = None,
+        priority: int = 0,
+        request_id: str | None = None,
+        params: SamplingParams | None = None,
+    ) -> str:
+        """Add a request whose answer has `tokens` tokens.
+
+        Args:
+            user: Whose it is; `None` names nobody.
+            prompt: The prompt, or its length; prompts of other requests share no prefix with it.
+            tokens: The length of the answer.
+            ends_with: `EOS` or `STOP` if the answer ends by itself, not by `max_tokens`.
+            priority: vLLM's priority, less is better.
+            request_id: Its id.
+            params: Sampling parameters in the place of those that follow from the rest.
+
+        """
+        request_id = request_id or f"{user}-{len(self.requests)}"
+        if params is None:
+            params = sampling_params(user, tokens if ends_with is None else tokens + 100)
+        if isinstance(prompt, int):
+            first = _FIRST_WORD + len(self.requests)
+            prompt = [first, *[_FIRST_WORD + each % 7 for each in range(prompt - 1)]]
+        request = Request(
+            request_id,
+            list(prompt),
+            params,
+            None,
+            arrival_time=self.clock.now_ns() / NS_PER_SECOND,
+            priority=priority,
+            block_hasher=self.core.request_block_hasher,
+        )
+        self.scripts[request_id] = Script(user or "__anonymous__", tokens, ends_with)
+        self.requests[request_id] = request
+        self.answers[request_id] = []
+        self.core.add_request(request)
+        return request_id
+
+    def abort(self, *request_ids: str, during_step: bool = False) -> None:
+        """Abort requests, at once or while the next step is being computed."""
+        if during_step:
+            self.core.aborts_queue.put_nowait(list(request_ids))
+        else:
+            self.core.abort_requests(list(request_ids))
+
+    def user_of(self, request_id: str) -> str:
+        """Return whose request it is."""
+        return self.scripts[request_id].user
+
+    # --- running ------------------------------------------------------------------------------
+
+    @property
+    def now_ns(self) -> int:
+        """The time."""
+        return self.clock.now_ns()
+
+    @property
+    def now_ms(self) -> float:
+        """The time in milliseconds."""
+        return self.clock.now_ns() / NS_PER_MS
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine's loop would step."""
+        return self.scheduler.has_requests() or bool(self.core.batch_queue)
+
+    def step(self) -> list[str]:
+        """Let the engine step once, and return the requests that were computed.
+
+        With overlapping steps vLLM's loop either dispatches one or processes one, or both.
+        """
+        dispatched_before = len(self.steps)
+        outputs, was_executed = self.core.step_fn()
+        self.core.post_step(was_executed)
+        if outputs is not None:
+            self._note_outputs(outputs)
+        new_steps = self.steps[dispatched_before:]
+        if not was_executed and not outputs and self.scheduler.has_requests():
+            self._nap()
+        self.check()
+        return [each for step in new_steps for each in step.computed]
+
+    def run(self, until_ms: float | None = None, most_steps: int = 1_000_000) -> None:
+        """Step until no work is left, or until an instant; waits as the engine's loop would."""
+        until_ns = None if until_ms is None else round(until_ms * NS_PER_MS)
+        for _ in range(most_steps):
+            if until_ns is not None and self.now_ns >= until_ns:
+                return
+            if not self.has_work:
+                break
+            quiet_ns = self.scheduler.quiet_until_ns() if self._paced else None
+            if quiet_ns is not None and quiet_ns > self.now_ns:
+                if until_ns is not None and quiet_ns > until_ns:
+                    break
+                self.clock.advance_ns(quiet_ns - self.now_ns)
+            self.step()
+        else:
+            raise AssertionError(f"still working after {most_steps} steps")
+        if until_ns is not None:
+            self.clock.advance_ns(until_ns - self.now_ns)
+
+    def _nap(self) -> None:
+        if self._paced and self.scheduler.quiet_until_ns() is not None:
+            return
+        self.naps += 1
+        self.clock.advance_ns(_NAP_NS)
+
+    # --- books --------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> Counter[str]:
+        """The tokens of each user in steps that are not processed yet."""
+        return Counter(self.user_of(each) for step in self._in_flight for each in step.sampled)
+
+    def _watch_limiter(self) -> None:
+        if not self._paced:
+            return
+        limiter, books = self.scheduler._limiter, self.books
+        take, give_back = limiter.take, limiter.give_back
+
+        def counted_take(account: Any, tokens: int = 1) -> bool:
+            granted = take(account, tokens)
+            books.taken[account.user] += tokens * granted
+            return granted
+
+        def counted_give_back(account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
+            give_back(account, step, now_ns, tokens)
+            books.given_back[account.user] += tokens
+
+        limiter.take, limiter.give_back = counted_take, counted_give_back
+
+    def _watch_aborts(self) -> None:
+        abort_requests = self.core.abort_requests
+
+        def counted_abort(request_ids: list[str]) -> None:
+            live = [each for each in set(request_ids) if each in self.scheduler.requests]
+            abort_requests(request_ids)
+            for step in self._in_flight:
+                for request_id in live:
+                    if step.sampled.pop(request_id, None) is not None:
+                        user = self.user_of(request_id)
+                        self.books.aborted_in_flight[user] += 1
+                        self.kept_stamps.setdefault(user, []).append(step.at_ns)
+
+        self.core.abort_requests = counted_abort  # type: ignore[method-assign]
+
+    def _note_dispatch(self, record: StepRecord) -> None:
+        self.steps.append(
+            StepRecord(record.at_ns, record.computed, dict(record.sampled), record.preempted)
+        )
+        if record.computed:
+            self._in_flight.append(record)
+        assert len(record.computed) <= self.max_active, "more active requests than allowed"
+
+    def _note_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        emitted: set[str] = set()
+        for client_outputs in outputs.values():
+            for each in client_outputs.outputs:
+                answer = self.answers[each.request_id]
+                script = self.scripts[each.request_id]
+                for token in each.new_token_ids:
+                    assert token == script.token(len(answer)), f"{each.request_id} went astray"
+                    answer.append(token)
+                    self.books.delivered[script.user] += 1
+                    emitted.add(each.request_id)
+                if each.finish_reason is not None:
+                    self.finished[each.request_id] = each.finish_reason
+        if emitted:
+            assert self._in_flight, "tokens from nowhere"
+        if self._in_flight and len(self._in_flight) > self._steps_in_flight():
+            step = self._in_flight.pop(0)
+            assert emitted <= step.sampled.keys()
+            for request_id in emitted:
+                stamps = self.kept_stamps.setdefault(self.user_of(request_id), [])
+                stamps.append(step.at_ns)
+
+    def _steps_in_flight(self) -> int:
+        queue = self.core.batch_queue or ()
+        return sum(output.total_num_scheduled_tokens > 0 for _, output, _ in queue)
+
+    # --- laws ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check the laws that hold after every step."""
+        scheduler = self.scheduler
+        running = scheduler.running
+        residents = {
+            each for each in scheduler.requests.values() if each.status == RequestStatus.RUNNING
+        }
+        assert len(running) == len(residents), "a resident is missing or there twice"
+        assert set(running) == residents
+        assert len(running) <= self.max_num_seqs
+        if not self._paced:
+            return
+        pauses = scheduler._pauses
+        visible = len(running) - len(pauses)
+        assert all(each in pauses for each in running[visible:]), "paused ones come last"
+        in_flight, books = self.in_flight, self.books
+        for user, taken in books.taken.items():
+            assert taken - books.given_back[user] == (
+                books.delivered[user] + in_flight[user] + books.aborted_in_flight[user]
+            ), f"the books of {user} do not balance"
+
+    def check_window_bound(self) -> None:
+        """Check tokens ≤ (W + burst) * N + 1 for every user and every window of dispatch stamps."""
+        quotas = self.pacing.quotas()
+        for user in {script.user for script in self.scripts.values()}:
+            quota = quotas.of(user)
+            if quota is not None:
+                stamps = self.dispatched_ns(user)
+                assert_window_bound(stamps, quota.tokens_per_second, quota.burst_ns)
+
+    def check_empty(self) -> None:
+        """Check that nothing is left of any request once all have ended and a step went by."""
+        scheduler = self.scheduler
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not scheduler.deferred_waiting
+        assert not self.core.batch_queue
+        assert not self._in_flight
+        free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free_blocks == self.num_blocks - 1  # one is vLLM's own null block
+        if not self._paced:
+            return
+        scheduler.update_from_output(scheduler.schedule(), EMPTY_MODEL_RUNNER_OUTPUT)
+        assert not scheduler._users
+        assert not scheduler._user_of
+        assert len(scheduler._pauses) == 0
+        assert not scheduler._pauses._queues
+        assert scheduler._pauses.next_wake_ns() is None
+        assert not scheduler._pauses._wake_ups
+        assert not scheduler._dispatched
+        assert not scheduler._ledger._in_flight
+        assert not scheduler._limiter._open_steps
+        assert scheduler._steps_in_flight == 0
+        assert not scheduler._spent
+        assert not scheduler._refused
+        assert not scheduler._evicted
+        assert all(each.requests == 0 for each in scheduler._limiter._accounts.values())
+        for user in self.books.taken:
+            assert self.books.charged(user) == (
+                self.books.delivered[user] + self.books.aborted_in_flight[user]
+            )
+
+    def dispatched_ns(self, user: str) -> list[int]:
+        """Return when each token that the user is charged for was dispatched, in flight or not."""
+        stamps = list(self.kept_stamps.get(user, []))
+        for step in self._in_flight:
+            stamps += [step.at_ns] * sum(self.user_of(each) == user for each in step.sampled)
+        return sorted(stamps)
+
+    def dispatched_ms(self, user: str) -> list[float]:
+        """Do the same in milliseconds."""
+        return [each / NS_PER_MS for each in self.dispatched_ns(user)]
+
+
+def sampling_params(user: str | None, max_tokens: int, **kwargs: Any) -> SamplingParams:
+    """Build sampling parameters that name a user and know the two ways an answer ends by itself."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        stop_token_ids=[STOP],
+        extra_args=None if user is None else {"output_rate_user": user},
+        **kwargs,
+    )
+    params.update_from_generation_config({}, EOS)
+    return params
+
+
+def assert_window_bound(stamps_ns: Sequence[int], rate: Fraction, burst_ns: int) -> None:
+    """Check every window at once.
+
+    The tokens i..j satisfy j - i + 1 ≤ (t_j - t_i + burst) * N + 1 iff N * t - index never falls
+    by more than burst * N below its highest value so far.
+    """
+    highest: Fraction | None = None
+    slack = rate * burst_ns / NS_PER_SECOND
+    for index, stamp_ns in enumerate(stamps_ns):
+        level = rate * stamp_ns / NS_PER_SECOND - index
+        if highest is None or level > highest:
+            highest = level
+        assert highest - level <= slack, f"token {index} at {stamp_ns} ns is too early"
+
+
+@lru_cache
+def _model_config(max_model_len: int) -> ModelConfig:
+    return ModelConfig(
+        model=str(_MODEL),
+        dtype="float16",
+        seed=0,
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+    )
+
+
+def _vllm_config(
+    *,
+    max_num_seqs: int,
+    max_num_active_seqs: int | None,
+    max_num_batched_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    policy: str,
+    chunked_prefill: bool,
+) -> VllmConfig:
+    # vLLM wants room for one request of the greatest length; one block is its own.
+    model_config = _model_config(min(2048, (num_blocks - 1) * block_size))
+    cache_config = CacheConfig(
+        block_size=block_size, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_active_seqs=max_num_active_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=model_config.max_model_len,
+        enable_chunked_prefill=chunked_prefill,
+        is_encoder_decoder=False,
+        watermark=0.0,
+        policy=policy,
+    )
+    return VllmConfig(
+        model_config=model_config,
+        cache_config=cache_config,
+        scheduler_config=scheduler_config,
+        parallel_config=ParallelConfig(),
+    )
