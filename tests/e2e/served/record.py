@@ -1,0 +1,110 @@
+"""What the probe wrote down in the engine's process."""
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file that grows while the engine runs."""
+
+    path: Path
+
+    def position(self) -> int:
+        """Return where the next line will be."""
+        return self.path.stat().st_size
+
+    def since(self, position: int = 0) -> "Excerpt":
+        """Return all complete lines from a position on."""
+        with self.path.open("rb") as file:
+            file.seek(position)
+            text = file.read()
+        complete, _, _ = text.rpartition(b"\n")
+        return Excerpt([json.loads(line) for line in complete.splitlines()])
+
+    def engine(self) -> Line:
+        """Return the line that describes the engine."""
+        with self.path.open("rb") as file:
+            line: Line = json.loads(file.readline())
+        return line
+
+
+class Excerpt:
+    """A part of the record."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+
+    @cached_property
+    def steps(self) -> list[Line]:
+        """The calls of `schedule()`."""
+        return [line for line in self.lines if "step" in line]
+
+    @cached_property
+    def outputs(self) -> list[Line]:
+        """The results that were processed."""
+        return [line for line in self.lines if "output_of" in line]
+
+    @cached_property
+    def user_of(self) -> dict[str, str]:
+        """The user of each request that arrived."""
+        return {line["request"]: line["user"] for line in self.lines if "request" in line}
+
+    @cached_property
+    def preempted(self) -> list[Line]:
+        """The preemptions."""
+        return [line for line in self.lines if "preempted" in line]
+
+    @cached_property
+    def aborted(self) -> set[str]:
+        """The requests that the front end ended."""
+        return {each for line in self.lines for each in line.get("aborted", ())}
+
+    @cached_property
+    def emitted_by_request(self) -> Counter[str]:
+        """Tokens that left the scheduler."""
+        count: Counter[str] = Counter()
+        for output in self.outputs:
+            count.update(output["emitted"])
+        return count
+
+    @cached_property
+    def charged_by_user(self) -> Counter[str]:
+        """Tokens taken from the limiter."""
+        count: Counter[str] = Counter()
+        for step in self.steps:
+            count.update(step["taken"])
+        return count
+
+    @cached_property
+    def refunded_by_user(self) -> Counter[str]:
+        """Tokens given back to the limiter."""
+        count: Counter[str] = Counter()
+        for line in self.lines:
+            if "refunded" in line:
+                count[line["refunded"]] += line["tokens"]
+        return count
+
+    def dispatch_ns_by_user(self) -> dict[str, list[int]]:
+        """The dispatch instant of every token that was emitted, by user, in order."""
+        at_ns = {step["step"]: step["at_ns"] for step in self.steps}
+        instants: dict[str, list[int]] = defaultdict(list)
+        for output in self.outputs:
+            for request, tokens in output["emitted"].items():
+                instants[self.user_of[request]] += [at_ns[output["output_of"]]] * tokens
+        return {user: sorted(each) for user, each in instants.items()}
+
+    def longest_step_ns(self) -> int:
+        """The longest time from a step's dispatch until its result was processed."""
+        at_ns = {step["step"]: step["at_ns"] for step in self.steps}
+        return max(
+            output["at_ns"] - at_ns[output["output_of"]]
+            for output in self.outputs
+            if output["output_of"] in at_ns
+        )
