@@ -1,0 +1,171 @@
+"""What is charged, refunded and kept, example by example."""
+
+from collections.abc import Callable
+
+import pytest
+
+from vllm_pacer.charges import Ledger, Step
+from vllm_pacer.limiter import Account, OutputRateLimiter
+from vllm_pacer.quota import Quota
+
+MS = 1_000_000
+
+
+class Engine:
+    """A ledger and its limiter, at 1,000 tokens a second for everybody."""
+
+    def __init__(self) -> None:
+        quota = Quota.per_second(1000)
+        self.limiter = OutputRateLimiter(lambda user: quota)
+        self.refunds: list[str] = []
+        self.ledger = Ledger(self.limiter, self._on_refund)
+
+    def _on_refund(self, account: Account) -> None:
+        self.refunds.append(account.user)
+
+    def begin(self, now_ns: int, charges: dict[str, int]) -> Step:
+        """Start a step that charges requests, whose user is the first letter of their name."""
+        step = self.ledger.begin(now_ns)
+        for request, tokens in charges.items():
+            account = self.limiter.account(request[0])
+            assert self.limiter.take(account, tokens)
+            step.charges[request] = account, tokens
+        return step
+
+    def dispatch(self, now_ns: int, charges: dict[str, int]) -> Step:
+        """Do the same and dispatch it whole."""
+        step = self.begin(now_ns, charges)
+        self.ledger.dispatch(step, dict.fromkeys(charges, 1), now_ns)
+        return step
+
+    def level_ns(self, user: str, now_ns: int) -> int:
+        """Return how far ahead of now a user's account is."""
+        account = self.limiter.account(user)
+        return max(account.tat // 1000 - now_ns, 0)
+
+    def counters(self) -> tuple[int, int]:
+        """Return what the ledger says was charged and refunded."""
+        return self.ledger.charged_tokens, self.ledger.refunded_tokens
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """A fresh engine."""
+    return Engine()
+
+
+def test_dispatch_refunds_what_was_not_scheduled(engine: Engine) -> None:
+    """What was charged and is not in the step goes back at once and in full."""
+    step = engine.begin(0, {"a1": 1, "a2": 1, "b1": 1})
+    engine.ledger.dispatch(step, {"a1": 1, "c9": 512}, 0)
+    assert step.charges.keys() == {"a1"}
+    assert step.tokens == 1
+    assert engine.counters() == (3, 2)
+    assert sorted(engine.refunds) == ["a", "b"]
+    assert engine.level_ns("a", 0) == MS
+    assert engine.level_ns("b", 0) == 0
+
+
+def test_a_step_of_which_nothing_is_left_is_over(engine: Engine) -> None:
+    """A step without charges is in nobody's way: its number is closed at the dispatch."""
+    step = engine.begin(0, {"a1": 1})
+    engine.ledger.dispatch(step, {}, 0)
+    assert engine.counters() == (1, 1)
+    engine.limiter.begin_step(10 * MS)
+    assert engine.limiter.cleanup_idle_users() == 1
+    engine.ledger.close(step)
+
+
+def test_settle_refunds_what_was_not_emitted(engine: Engine) -> None:
+    """A charge goes down to the tokens emitted; a request without output emitted none."""
+    step = engine.dispatch(0, {"a1": 3, "a2": 1, "b1": 4})
+    engine.ledger.settle(step, {"a1": 3, "b1": 1, "c9": 7}, 0)
+    assert engine.counters() == (8, 4)
+    assert engine.refunds == ["a", "b"]
+    assert engine.level_ns("a", 0) == 3 * MS
+    assert engine.level_ns("b", 0) == 1 * MS
+
+
+def test_settle_only_goes_down(engine: Engine) -> None:
+    """Whatever is emitted beyond a charge is not charged afterwards."""
+    step = engine.dispatch(0, {"a1": 1})
+    engine.ledger.settle(step, {"a1": 5}, 0)
+    assert engine.counters() == (1, 0)
+    assert engine.level_ns("a", 0) == MS
+
+
+def test_a_late_settlement_refunds_no_more_than_is_left(engine: Engine) -> None:
+    """The counter knows every token refunded; the account gets what has not drained."""
+    step = engine.dispatch(0, {"a1": 4})
+    engine.ledger.settle(step, {}, 3 * MS)
+    assert engine.counters() == (4, 4)
+    assert engine.level_ns("a", 3 * MS) == 0
+
+
+def test_an_abort_keeps_the_charges_in_flight(engine: Engine) -> None:
+    """Of an aborted request nothing is refunded, in any step that is in flight."""
+    steps = [engine.dispatch(number, {"a1": 1, "a2": 1}) for number in range(3)]
+    engine.ledger.keep(["a1", "unknown"])
+    assert [step.tokens for step in steps] == [1, 1, 1]
+    for step in steps:
+        engine.ledger.settle(step, {}, 3)
+    assert engine.counters() == (6, 3)
+    assert engine.level_ns("a", 3) == 3 * MS - 3
+
+
+def test_an_abort_keeps_charges_whatever_iterable_names_the_requests(engine: Engine) -> None:
+    """A generator of requests does for all steps in flight, not only for the first."""
+    steps = [engine.dispatch(number, {"a1": 1}) for number in range(2)]
+    engine.ledger.keep(request for request in ["a1"])
+    for step in steps:
+        engine.ledger.settle(step, {}, 2)
+    assert engine.counters() == (2, 0)
+
+
+def test_an_abort_does_not_reach_later_steps(engine: Engine) -> None:
+    """A new request of an aborted one's name is settled like any other."""
+    first = engine.dispatch(0, {"a1": 1})
+    engine.ledger.keep(["a1"])
+    second = engine.dispatch(1, {"a1": 1})
+    engine.ledger.settle(first, {}, 2)
+    engine.ledger.settle(second, {}, 2)
+    assert engine.counters() == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda engine, step: engine.ledger.close(step),
+        lambda engine, step: engine.ledger.settle(step, {"a1": 1}, 5),
+    ],
+    ids=["close", "settle"],
+)
+def test_a_step_that_emitted_its_charges_ends(
+    end: Callable[[Engine, Step], None], engine: Engine
+) -> None:
+    """A step closed after equal sums, or settled, refunds nothing and cannot be refunded later."""
+    step = engine.dispatch(0, {"a1": 1})
+    end(engine, step)
+    assert engine.counters() == (1, 0)
+    with pytest.raises(ValueError, match="has no open charge"):
+        engine.limiter.refund("a", step.number, 5)
+    engine.limiter.begin_step(10 * MS)
+    assert engine.limiter.cleanup_idle_users() == 1
+
+
+def test_steps_end_in_any_order(engine: Engine) -> None:
+    """With three steps in flight, each is settled by itself."""
+    steps = [engine.dispatch(0, {"a1": 2}) for _ in range(3)]
+    for step, emitted in ((steps[1], 2), (steps[2], 0), (steps[0], 1)):
+        engine.ledger.settle(step, {"a1": emitted}, 0)
+    assert engine.counters() == (6, 3)
+    assert engine.level_ns("a", 0) == 3 * MS
+
+
+def test_a_step_is_settled_once(engine: Engine) -> None:
+    """A second settlement is an error and gives nothing back."""
+    step = engine.dispatch(0, {"a1": 1})
+    engine.ledger.settle(step, {}, 0)
+    with pytest.raises(ValueError, match="has no open charge"):
+        engine.ledger.settle(step, {}, 0)
+    assert engine.counters() == (1, 1)
