@@ -179,6 +179,7 @@ class ScriptedExecutor(Executor):
     step_ns: int
     block_size: int
     on_dispatch: Callable[[StepRecord], None]
+    observers: list[Callable[[SchedulerOutput], None]]
 
     def _init_executor(self) -> None:
         self._free_at_ns = 0
@@ -187,6 +188,8 @@ class ScriptedExecutor(Executor):
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Compute a step; as in vLLM, its tokens come from `sample_tokens`."""
         now_ns = self.clock.now_ns()
+        for observe in self.observers:
+            observe(scheduler_output)
         sampled = self.worker.run(scheduler_output)
         record = StepRecord(
             now_ns,
@@ -289,6 +292,7 @@ class Bed:
         self.books = Books()
         self.naps = 0
         self.kept_stamps: dict[str, list[int]] = {}
+        self.observers: list[Callable[[SchedulerOutput], None]] = []
         self._in_flight: list[StepRecord] = []
         self._is_async = is_async
         self._paced = paced
@@ -322,6 +326,7 @@ class Bed:
                 "step_ns": step_ms * NS_PER_MS,
                 "block_size": block_size,
                 "on_dispatch": staticmethod(self._note_dispatch),
+                "observers": self.observers,
             },
         )
         self.core = EngineCore(config, executor_class, log_stats=False)
@@ -389,6 +394,29 @@ class Bed:
         """Return whose request it is."""
         return self.scripts[request_id].user
 
+    def steps_of(self, request_id: str) -> list[StepRecord]:
+        """Return the steps that computed anything of a request."""
+        return [step for step in self.steps if request_id in step.computed]
+
+    def first_token_ms(self, request_id: str) -> float | None:
+        """Return when the step that gave the request its first token was dispatched."""
+        for step in self.steps:
+            if request_id in step.sampled:
+                return step.at_ns / NS_PER_MS
+        return None
+
+    def is_paused(self, request_id: str) -> bool:
+        """Return whether a request is paused."""
+        return self.requests[request_id] in self.scheduler._pauses
+
+    def residents(self) -> list[str]:
+        """Return the resident requests in the scheduler's order."""
+        return [each.request_id for each in self.scheduler.running]
+
+    def blocks(self, request_id: str) -> list[int]:
+        """Return the KV blocks that a request holds."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
     # --- running ------------------------------------------------------------------------------
 
     @property
@@ -442,8 +470,9 @@ class Bed:
             self.clock.advance_ns(until_ns - self.now_ns)
 
     def _nap(self) -> None:
-        if self._paced and self.scheduler.quiet_until_ns() is not None:
-            return
+        quiet_ns = self.scheduler.quiet_until_ns() if self._paced else None
+        if quiet_ns is not None and quiet_ns > self.now_ns:
+            return  # the loop waits for that instant instead
         self.naps += 1
         self.clock.advance_ns(_NAP_NS)
 
