@@ -1,38 +1,58 @@
 """Servers for the end-to-end tests: two configurations in each lane, each started once."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from runpy import run_path
 
 import pytest
+import yaml
+from packaging.version import Version
+from pytest import TestReport
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tools")]
 
-from served.server import LANES, Server, launched, tail, wait_until_ready  # noqa: E402
+from served.server import (  # noqa: E402
+    API_SERVER,
+    LANES,
+    VLLM_SERVE,
+    Server,
+    launched,
+    tail,
+    wait_until_ready,
+)
 
-LIMITS = """\
-# Users are independent of each other, so that one server does for many tests.
-default: 0.01
-users:
-  free: null
-  one-stream: 20
-  four-streams: 20
-  two-streams: 100
-"""
+QUEUE_LIMIT = 100
+FEW_BLOCKS = 96
 
-SMALL_LIMITS = '{"free": null, "a": 60, "b": 90, "c": 150}'
+WINDOW_RATES = {f"window-{rate}": rate for rate in (0.5, 2.5, 5, 10, 20, 30, 40, 60, 100, 150)}
+
+LIMITS = {
+    "default": 0.01,
+    "users": {
+        "free": None,
+        "one-stream": 20,
+        "four-streams": 20,
+        "two-streams": 100,
+        "texts": 150,
+        **WINDOW_RATES,
+    },
+}
+"""Users are independent of each other, so that one server does for many tests."""
+
+SMALL_LIMITS = {"free": None, "a": 60, "b": 90, "c": 150}
 
 
 @pytest.fixture(scope="session")
 def vllm_version() -> str:
     """The version of vLLM under test: the one this Python imports."""
-    import vllm
-    from packaging.version import Version
-
-    return Version(vllm.__version__).base_version
+    # Importing vLLM would take seconds and half a gigabyte, for a name.
+    package = Path(find_spec("vllm").origin).parent
+    return Version(run_path(str(package / "_version.py"))["__version__"]).base_version
 
 
 @pytest.fixture(scope="session", params=LANES)
@@ -46,44 +66,51 @@ def servers(
     lane: str, vllm_version: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
     """Both servers of a lane, started together."""
-    folder = tmp_path_factory.mktemp(f"roomy-{lane}")
-    limits = folder / "limits.yaml"
-    limits.write_text(LIMITS)
+    folders = {name: tmp_path_factory.mktemp(f"{name}-{lane}") for name in ("roomy", "small")}
+    limits = folders["roomy"] / "limits.yaml"
+    limits.write_text(yaml.safe_dump(LIMITS))
     with ExitStack() as stack:
         roomy = launched(
-            folder,
+            folders["roomy"],
             vllm_version,
             lane,
-            *("--user-output-rate-config", str(limits), "--max-num-queued-reqs", "100"),
-            start_at_once=False,
+            API_SERVER,
+            *("--user-output-rate-config", str(limits)),
+            *("--max-num-queued-reqs", str(QUEUE_LIMIT)),
         )
-        running = {"roomy": stack.enter_context(roomy)}
+        small = launched(
+            folders["small"],
+            vllm_version,
+            lane,
+            VLLM_SERVE,
+            *("--default-user-output-tokens-per-second", "null"),
+            *("--user-output-tokens-per-second", json.dumps(SMALL_LIMITS)),
+            *("--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)),
+            *("--api-server-count", "2"),
+        )
+        running = {"roomy": stack.enter_context(roomy), "small": stack.enter_context(small)}
         for server in running.values():
             wait_until_ready(server)
         yield running
 
 
 @pytest.fixture
-def roomy(servers: dict[str, Server], request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server with more KV blocks than it needs, its limits from a YAML file."""
-    yield from _shown_on_failure(servers["roomy"], request)
+def roomy(servers: dict[str, Server]) -> Server:
+    """A server with more KV blocks than it needs; its limits come from a YAML file."""
+    return servers["roomy"]
 
 
-def _shown_on_failure(server: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
-    start = server.log.stat().st_size
-    yield server
-    outcome: Any = request.node.stash.get(OUTCOME, None)
-    if outcome is not None and outcome.failed:
-        print(f"--- {server.log}\n{tail(server.log, max(server.log.stat().st_size - start, 4000))}")
-
-
-OUTCOME = pytest.StashKey[Any]()
+@pytest.fixture
+def small(servers: dict[str, Server]) -> Server:
+    """A server with few KV blocks and two API servers; its limits come from flags."""
+    return servers["small"]
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: object) -> Any:
-    """Keep the outcome where fixtures find it."""
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, TestReport, TestReport]:
+    """Show the ends of the servers' logs beside a failure."""
     report = yield
-    if report.when == "call":
-        item.stash[OUTCOME] = report
+    if report.failed and isinstance(item, pytest.Function):
+        for name, server in item.funcargs.get("servers", {}).items():
+            report.sections.append((f"{name} server, {server.log}", tail(server.log)))
     return report

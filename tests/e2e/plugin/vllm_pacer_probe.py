@@ -3,11 +3,11 @@
 vLLM finds it like any plugin, because this folder is on the server's `PYTHONPATH`. It does nothing
 unless its environment variables ask for it.
 
-* `VLLM_PACER_PROBE_ASYNC=1`: vLLM's CPU platform switches asynchronous scheduling off because its
+* `PACER_PROBE_ASYNC=1`: vLLM's CPU platform switches asynchronous scheduling off because its
   worker gains nothing from it. It is switched on again for the front end and the engine, so that
   these run as on a GPU, with two batches in flight, and off for the worker, which executes the
   steps in order.
-* `VLLM_PACER_PROBE_RECORD=FILE`: what the scheduler does is appended to the file, one JSON object
+* `PACER_PROBE_RECORD=FILE`: what the scheduler does is appended to the file, one JSON object
   a line. Only public results and the limiter's own calls are recorded, in the engine's process.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 def register() -> None:
     """Install what the environment asks for; vLLM calls this once in each process."""
-    if os.environ.get("VLLM_PACER_PROBE_ASYNC") == "1":
+    if os.environ.get("PACER_PROBE_ASYNC") == "1":
         _serve_async_on_cpu()
-    if path := os.environ.get("VLLM_PACER_PROBE_RECORD"):
+    if path := os.environ.get("PACER_PROBE_RECORD"):
         _record_schedulers(path)
 
 
@@ -129,8 +129,12 @@ class Recorder:
             paused=len(self._scheduler._pauses),
             in_flight=len(self._step_of),
             taken=dict(self._taken),
+            sampled=[each for each in output.num_scheduled_tokens if self._samples(each)],
         )
         return output
+
+    def _samples(self, request_id: str) -> bool:
+        return not self._scheduler.requests[request_id].is_prefill_chunk
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A step's tokens leave the scheduler, by request."""

@@ -26,6 +26,7 @@ class Answer:
         finish_reason: The model's reason; `None` if it was cut short here.
         completion_tokens: What vLLM bills; `None` if it was cut short here.
         body: The text of an error.
+
     """
 
     user: str

@@ -75,6 +75,31 @@ class Excerpt:
         return count
 
     @cached_property
+    def aborted_in_flight_by_user(self) -> Counter[str]:
+        """Tokens that a step computed for a request that was ended before they could leave."""
+        awaited: dict[int, set[str]] = {}
+        count: Counter[str] = Counter()
+        for line in self.lines:
+            if "step" in line:
+                awaited[line["step"]] = set(line["sampled"])
+            elif "output_of" in line:
+                awaited.pop(line["output_of"], None)
+            for request in line.get("aborted", ()):
+                for requests in awaited.values():
+                    if request in requests:
+                        requests.remove(request)
+                        count[self.user_of[request]] += 1
+        return count
+
+    @cached_property
+    def emitted_by_user(self) -> Counter[str]:
+        """Tokens that left the scheduler."""
+        count: Counter[str] = Counter()
+        for request, tokens in self.emitted_by_request.items():
+            count[self.user_of[request]] += tokens
+        return count
+
+    @cached_property
     def charged_by_user(self) -> Counter[str]:
         """Tokens taken from the limiter."""
         count: Counter[str] = Counter()

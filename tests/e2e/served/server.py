@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from paths import TINY_LLAMA, engine_environment
 
+from paths import TINY_LLAMA, engine_environment
 from served.record import Record
 
-API_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 PLUGIN = Path(__file__).resolve().parent.parent / "plugin"
+API_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+VLLM_SERVE = (str(PLUGIN / "vllm_cli.py"), "serve")
 LANES = ("sync", "async")
 ACTIVE_LIMIT = 16
 RESIDENT_LIMIT = 64
@@ -29,7 +30,7 @@ RESIDENT_LIMIT = 64
 MODEL_ARGS = ("--model", str(TINY_LLAMA), "--served-model-name", "m", "--load-format", "dummy")
 SERVER_ARGS = (
     *MODEL_ARGS,
-    *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048"),
+    *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
     *("--max-num-seqs", str(RESIDENT_LIMIT), "--max-num-active-seqs", str(ACTIVE_LIMIT)),
 )
 START_SECONDS = 240
@@ -43,9 +44,9 @@ def environment(version: str, lane: str, record: Path | None = None) -> dict[str
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [overlay, str(PLUGIN)]))
     variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
     variables["VLLM_LOGGING_LEVEL"] = "INFO"
-    variables["VLLM_PACER_PROBE_ASYNC"] = "1" if lane == "async" else "0"
+    variables["PACER_PROBE_ASYNC"] = "1" if lane == "async" else "0"
     if record:
-        variables["VLLM_PACER_PROBE_RECORD"] = str(record)
+        variables["PACER_PROBE_RECORD"] = str(record)
     return variables
 
 
@@ -59,6 +60,7 @@ class Server:
         log: What it and its children print.
         record: What its scheduler did.
         lane: `sync` or `async`.
+
     """
 
     process: subprocess.Popen[bytes]
@@ -108,16 +110,16 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 @contextmanager
 def launched(
-    folder: Path, version: str, lane: str, *args: str, start_at_once: bool = True
+    folder: Path, version: str, lane: str, command: tuple[str, ...], *args: str
 ) -> Iterator[Server]:
-    """Start a server and stop it at the end; wait until it answers unless told not to."""
+    """Start a server and stop it at the end. It may not answer yet."""
     port = _free_port()
     log = folder / "server.log"
     record = folder / "record.jsonl"
     record.touch()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *API_SERVER, *SERVER_ARGS, "--port", str(port), *args],
+            [sys.executable, *command, *SERVER_ARGS, "--port", str(port), *args],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(version, lane, record),
@@ -125,8 +127,6 @@ def launched(
         )
     server = Server(process, f"http://127.0.0.1:{port}", log, Record(record), lane)
     try:
-        if start_at_once:
-            wait_until_ready(server)
         yield server
     finally:
         stop(process)

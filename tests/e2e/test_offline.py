@@ -1,0 +1,65 @@
+"""`LLM(**llm_kwargs(...))` limits its users too, and does not spin while they wait."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served.offline import RATES, TOKENS
+from served.server import environment, stop
+
+from paths import TINY_LLAMA
+
+BURST_SECONDS = 0.1
+ENGINES = {"one process": "0", "engine process": "1"}
+SCRIPT = Path(__file__).parent / "served" / "offline.py"
+
+
+@pytest.fixture(scope="module")
+def results(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script printed, with the engine in its own process and in another."""
+    folder = tmp_path_factory.mktemp("offline")
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for engine, multiprocessing in ENGINES.items():
+            variables = environment(vllm_version, "sync")
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = multiprocessing
+            with (folder / engine).open("wb") as output:
+                processes[engine] = subprocess.Popen(
+                    [sys.executable, str(SCRIPT), str(TINY_LLAMA)],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    start_new_session=True,
+                )
+        return {engine: _result(process, folder / engine) for engine, process in processes.items()}
+    finally:
+        for process in processes.values():
+            stop(process)
+
+
+def _result(process: subprocess.Popen[bytes], output: Path) -> dict[str, Any]:
+    status = process.wait(240)
+    printed = output.read_text(errors="replace")
+    assert status == 0, printed
+    (line,) = [each for each in printed.splitlines() if each.startswith('{"tokens"')]
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("user", TOKENS)
+def test_offline_rate_is_the_limit(results: dict[str, Any], engine: str, user: str) -> None:
+    """All tokens come, at the limit from the end of the burst on, within 0.5 %."""
+    result = results[engine]
+    assert result["tokens"][user] == TOKENS[user]
+    steady_tokens = TOKENS[user] - 1 - int(BURST_SECONDS * RATES[user])
+    assert steady_tokens / result["seconds"][user] == pytest.approx(RATES[user], rel=0.005)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_offline_engine_rests_while_all_are_paused(results: dict[str, Any], engine: str) -> None:
+    """All processes together use less than 6 % of a core."""
+    assert results[engine]["paused_load"] < 0.06

@@ -1,0 +1,95 @@
+"""What clients see: whose request it is, what is refused, and vLLM's own limit of its queue."""
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from served.client import Answer, Client, cancelled
+from served.server import Server
+
+TOO_MANY = 130
+QUEUE_LIMIT = 100
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
+    "/v1/chat/completions": {**CHAT, "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+}
+
+
+def _body(route: str, user: object, **more: object) -> dict[str, Any]:
+    return {"model": "m", **ROUTES[route], "vllm_xargs": {"output_rate_user": user}, **more}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_route_passes_the_user_on(roomy: Server, route: str) -> None:
+    """The engine charges the user that the request names."""
+    start = roomy.record.position()
+    status, body = roomy.post(route, _body(route, "one-stream"))
+    assert status == 200, body
+    excerpt = roomy.record.since(start)
+    assert list(excerpt.user_of.values()) == ["one-stream"]
+    assert excerpt.charged_by_user["one-stream"] >= 2
+
+
+def test_request_without_a_user_is_anonymous(roomy: Server) -> None:
+    """Who names no user is `__anonymous__`; OpenAI's own `user` field plays no part."""
+    start = roomy.record.position()
+    body = {"model": "m", "prompt": "Hi", "max_tokens": 1, "user": "one-stream"}
+    assert roomy.post("/v1/completions", body)[0] == 200
+    assert list(roomy.record.since(start).user_of.values()) == ["__anonymous__"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "user", [7, 0.5, "", "x" * 257, ["one-stream"]], ids=["int", "float", "empty", "long", "list"]
+)
+def test_bad_user_is_refused(roomy: Server, route: str, user: object) -> None:
+    """A user's name that is none gives HTTP 400 naming the field, and costs nothing."""
+    start = roomy.record.position()
+    status, body = roomy.post(route, _body(route, user))
+    assert status == 400, body
+    assert "output_rate_user" in body
+    assert not roomy.record.since(start).user_of
+
+
+def test_longest_user_is_accepted(roomy: Server) -> None:
+    """256 characters are allowed."""
+    route = "/v1/completions"
+    assert roomy.post(route, _body(route, "x" * 256, max_tokens=1))[0] == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_beam_search_is_refused(roomy: Server, route: str, stream: bool) -> None:
+    """Beam search gives HTTP 400 that says what to leave out, and the server goes on."""
+    beam = _body(route, "free", use_beam_search=True, n=2, stream=stream)
+    status, body = roomy.post(route, beam)
+    assert status == 400, body
+    assert "use_beam_search" in body
+    status, body = roomy.post(route, _body(route, "free"))
+    assert status == 200, body
+    assert json.loads(body)["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize("user", ["limited", "free"])
+def test_queue_limit_is_vllm_s_own(roomy: Server, user: str) -> None:
+    """Of 130 requests at once, 30 get vLLM's 503: as many paused as without a limit."""
+    statuses = asyncio.run(_flood(roomy.url, user))
+    assert statuses == {200: QUEUE_LIMIT, 503: TOO_MANY - QUEUE_LIMIT}
+
+
+async def _flood(url: str, user: str) -> Counter[int]:
+    async with Client(url) as client:
+        answers = [Answer(user) for _ in range(TOO_MANY)]
+        tasks = [
+            asyncio.create_task(client.complete(user, "Hi", 2000, ignore_eos=True, answer=answer))
+            for answer in answers
+        ]
+        while not all(answer.status for answer in answers):
+            await asyncio.wait(tasks, timeout=0.05)
+        await cancelled(tasks)
+    return Counter(answer.status for answer in answers)
