@@ -71,6 +71,9 @@ class PacedScheduler(Scheduler):
         self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
         self._steps_in_flight = 0
         self._allocate_slots = self.kv_cache_manager.allocate_slots
+        # Looked up once: they are called for every request of every step.
+        self._reserve = super()._reserve_prefill_lookahead
+        self._take = self._limiter.take
         self._active_limit = self.max_num_active_reqs
 
         # Of the current step, or the last one between two.
@@ -79,6 +82,7 @@ class PacedScheduler(Scheduler):
         self._refused: dict[Request, None] = {}
         self._spent: dict[User[Request], None] = {}
         self._evicted: list[Request] = []
+        self._is_hiding = False
         self._other_waits = False
         self._skipped_until_ns: int | None = None
         self._quiet = False
@@ -165,19 +169,20 @@ class PacedScheduler(Scheduler):
             slots = self.max_num_running_reqs - len(pauses)
             self.max_num_active_reqs = min(self._active_limit, slots)
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
+            self._is_hiding = True
         self.running = running
 
     def _show_paused(self) -> None:
-        if self.max_num_active_reqs != self._active_limit:
-            self.max_num_active_reqs = self._active_limit
-        if self._pauses:
-            self.running = [*self.running, *self._pauses]
-        if self._evicted:
-            # At the head of the queue only now: vLLM pops the head after it admits a request.
-            for victim in reversed(self._evicted):
-                self.waiting.prepend_request(victim)
-            self._evicted.clear()
-        vars(self.kv_cache_manager).pop("allocate_slots", None)
+        if not self._is_hiding:
+            return
+        self._is_hiding = False
+        self.max_num_active_reqs = self._active_limit
+        del self.kv_cache_manager.allocate_slots
+        self.running = [*self.running, *self._pauses]
+        # At the head of the queue only now: vLLM pops the head after it admits a request.
+        for victim in reversed(self._evicted):
+            self.waiting.prepend_request(victim)
+        self._evicted.clear()
 
     def _pause_spent(self, running: list[Request], now_ns: int) -> list[Request]:
         """Pause what needs a token of users that came to their quota: the unserved first."""
@@ -220,9 +225,7 @@ class PacedScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        num_new_tokens = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
+        num_new_tokens = self._reserve(request, num_computed_tokens, num_new_tokens)
         num_tokens = request.num_tokens
         if num_computed_tokens + num_new_tokens < num_tokens or not num_new_tokens:
             return num_new_tokens
@@ -230,7 +233,7 @@ class PacedScheduler(Scheduler):
         if user is None:
             return num_new_tokens
         account = user.account
-        if self._limiter.take(account):
+        if self._take(account):
             self._charges[request.request_id] = account, 1
             if account.tat > account.horizon:
                 self._spent[user] = None
