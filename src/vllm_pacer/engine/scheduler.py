@@ -83,9 +83,11 @@ class PacedScheduler(Scheduler):
         self._spent: dict[User[Request], None] = {}
         self._evicted: list[Request] = []
         self._is_hiding = False
+        self._busy_since_ns: int | None = None
         self._other_waits = False
         self._skipped_until_ns: int | None = None
         self._quiet = False
+        self._warned_of_short_burst = False
 
     def log_limits(self) -> None:
         """Write the effective limits into the log, in one line."""
@@ -95,6 +97,18 @@ class PacedScheduler(Scheduler):
             self.max_num_running_reqs,
             self._active_limit,
         )
+
+    def _warn_if_burst_is_short(self, step_ns: int) -> None:
+        burst_ns = int(self._pacing.burst * NS_PER_SECOND)
+        if step_ns > burst_ns and not self._warned_of_short_burst:
+            self._warned_of_short_burst = True
+            logger.warning(
+                "A step took %.0f ms, longer than the burst of %.0f ms: quota that a user earns "
+                "beyond the burst while a step runs expires, so users stay below their limits. "
+                "Set a longer burst in --user-output-rate-config, or make steps shorter.",
+                step_ns / 1e6,
+                burst_ns / 1e6,
+            )
 
     # --- who is there -----------------------------------------------------------------------
 
@@ -187,6 +201,8 @@ class PacedScheduler(Scheduler):
     def _pause_spent(self, running: list[Request], now_ns: int) -> list[Request]:
         """Pause what needs a token of users that came to their quota: the unserved first."""
         spent, refused = self._spent, self._refused
+        if self._busy_since_ns is not None:
+            self._warn_if_burst_is_short(now_ns - self._busy_since_ns)
         stay: list[Request] = []
         served: list[Request] = []
         for request in running:
@@ -271,11 +287,12 @@ class PacedScheduler(Scheduler):
         computed_tokens = request.num_computed_tokens
         if not computed_tokens:
             computed_tokens = self.kv_cache_manager.get_computed_blocks(request)[1]
-        blocks = -(-request.num_tokens // self.block_size)
-        return (
-            request.num_tokens - computed_tokens > max(1, self.num_prefill_lookahead)
-            and blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
-        )
+        if request.num_tokens - computed_tokens <= max(1, self.num_prefill_lookahead):
+            return False
+        # If it did not fit after all, vLLM would end its scan of the queue here.
+        kv_cache = self.kv_cache_manager
+        blocks = -(-request.num_tokens // self.block_size) + kv_cache.watermark_blocks
+        return blocks <= kv_cache.block_pool.get_num_free_blocks()
 
     # --- KV blocks --------------------------------------------------------------------------
 
@@ -325,6 +342,7 @@ class PacedScheduler(Scheduler):
             self._dispatched[id(output)] = output, step
         if output.total_num_scheduled_tokens:
             self._steps_in_flight += 1
+        self._busy_since_ns = now_ns if output.total_num_scheduled_tokens else None
         self._quiet = not (self._steps_in_flight or self._other_waits)
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
