@@ -71,9 +71,8 @@ class PacedScheduler(Scheduler):
         self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
         self._steps_in_flight = 0
         self._allocate_slots = self.kv_cache_manager.allocate_slots
-        # Looked up once: they are called for every request of every step.
+        # Looked up once: it is called for every request of every step.
         self._reserve = super()._reserve_prefill_lookahead
-        self._take = self._limiter.take
         self._active_limit = self.max_num_active_reqs
 
         # Of the current step, or the last one between two.
@@ -249,7 +248,7 @@ class PacedScheduler(Scheduler):
         if user is None:
             return num_new_tokens
         account = user.account
-        if self._take(account):
+        if self._limiter.take(account):
             self._charges[request.request_id] = account, 1
             if account.tat > account.horizon:
                 self._spent[user] = None
