@@ -1,0 +1,134 @@
+"""What the demo shows: a live table with the text as it streams, and the summary."""
+
+import asyncio
+import io
+import re
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+from clients import User
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+STYLES = ("dodger_blue1", "orange1", "spring_green3")
+FRAMES_PER_SECOND = 5
+TEXT_LINES = 12
+
+
+def limit_text(user: User) -> str:
+    """Return a user's limit in words."""
+    return f"{user.tokens_per_second} tok/s" if user.tokens_per_second else "none"
+
+
+@contextmanager
+def progress(console: Console, task: str) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows what is being waited for, and for how long."""
+    start, shown = time.monotonic(), ""
+
+    def report(state: str) -> None:
+        nonlocal shown
+        text = f"{task} {time.monotonic() - start:4.0f} s: {state}"[: console.width - 3]
+        status.update(Text(text))
+        if not console.is_terminal and state != shown:
+            console.print(Text(text))
+        shown = state
+
+    with console.status(task) as status:
+        yield report
+
+
+async def show_live(console: Console, users: Sequence[User], start: float) -> None:
+    """Show the run until cancelled; on anything but a terminal as one line a second."""
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(1)
+            console.print(_line(users, start), highlight=False)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(frame(users, start, console.width), refresh=True)
+            await asyncio.sleep(1 / FRAMES_PER_SECOND)
+
+
+def frame(users: Sequence[User], start: float, width: int) -> RenderableType:
+    """Return the live view at this moment."""
+    now = time.monotonic()
+    table = Table(
+        "user", title=f"tokens per second after {now - start:.1f} s", expand=True, min_width=60
+    )
+    for heading in ("streams", "limit", "last second", "average", "tokens"):
+        table.add_column(heading, justify="right")
+    for user, style in zip(users, STYLES, strict=True):
+        count = len(user.stamps)
+        rates = f"{user.tokens_since(now - 1)}", f"{count / (now - start):.1f}"
+        table.add_row(
+            user.name, str(user.streams), limit_text(user), *rates, str(count), style=style
+        )
+    texts = Table.grid(expand=True)
+    for _ in users:
+        texts.add_column(ratio=1)
+    texts.add_row(
+        *(
+            Panel(_tails(user, width // len(users) - 4), title=user.name, border_style=style)
+            for user, style in zip(users, STYLES, strict=True)
+        )
+    )
+    return Group(table, texts)
+
+
+def _tails(user: User, width: int) -> str:
+    """Return the last lines of each of a user's texts."""
+    lines_per_stream = TEXT_LINES // user.streams
+    shown = []
+    for text in user.texts:
+        wrapped = chain.from_iterable(
+            textwrap.wrap(paragraph, width) for paragraph in text.splitlines()
+        )
+        lines = list(wrapped)[-lines_per_stream:]
+        shown += lines + [""] * (lines_per_stream - len(lines))
+    return "\n".join(shown)
+
+
+def _line(users: Sequence[User], start: float) -> str:
+    now = time.monotonic()
+    parts = [
+        f"{user.name} {user.tokens_since(now - 1):3} tok/s ({len(user.stamps):4} in all)"
+        for user in users
+    ]
+    return f"{now - start:5.1f} s   " + "   ".join(parts)
+
+
+def summary(users: Sequence[User]) -> Table:
+    """Return the table shown at the end."""
+    table = Table("user", title="summary (rate: from the end of the burst on)")
+    for heading in ("streams", "limit", "tokens", "rate", "first token", "answers ended by"):
+        table.add_column(heading, justify="right")
+    for user, style in zip(users, STYLES, strict=True):
+        reasons = ", ".join(f"{count} {why}" for why, count in user.finish_reasons.most_common())
+        table.add_row(
+            user.name,
+            str(user.streams),
+            limit_text(user),
+            str(len(user.stamps)),
+            f"{user.settled_rate():.2f} tok/s",
+            f"{statistics.median(user.first_token_seconds) * 1000:.0f} ms",
+            reasons,
+            style=style,
+        )
+    return table
+
+
+def save_svg(picture: RenderableType, path: Path, width: int) -> None:
+    """Save a picture of a terminal."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console.print(picture)
+    svg = console.export_svg(title="make demo")
+    # The fonts are looked for on the reader's machine only, never fetched.
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
