@@ -43,7 +43,7 @@ def limit_engine_args(engine_args: EngineArgs, factory: PacedSchedulerFactory) -
             f"--scheduler-cls {engine_args.scheduler_cls} cannot be combined with limits, which "
             "need a scheduler class of their own; leave it out"
         )
-    engine_args.scheduler_cls = factory  # type: ignore[assignment]
+    engine_args.scheduler_cls = factory
     install_engine_config()
 
 
@@ -122,10 +122,10 @@ def _engine_config_with_limits(
     try:
         config = create_engine_config(engine_args, *args, **kw)
     finally:
-        engine_args.scheduler_cls = factory  # type: ignore[assignment]
+        engine_args.scheduler_cls = factory
     if is_limitable(config):
         refuse_unsupported(config)
-        config.scheduler_config.scheduler_cls = factory  # type: ignore[assignment]
+        config.scheduler_config.scheduler_cls = factory
         install_frontend(factory.snapshot_path)
         _warn_anonymous(factory.pacing)
     return config

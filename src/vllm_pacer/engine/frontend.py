@@ -1,5 +1,4 @@
-"""What the process that takes the requests does: checks names, refuses beam search, shows counters.
-"""
+"""What the process that takes the requests does: checks names, refuses beam search, shows counters."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
@@ -32,7 +31,11 @@ def install_frontend(snapshot_path: Path | None) -> None:
 
 
 def _validate_params(
-    validate_params: Callable[..., Any], processor: InputProcessor, params: Any, *args: Any, **kw: Any
+    validate_params: Callable[..., Any],
+    processor: InputProcessor,
+    params: Any,
+    *args: Any,
+    **kw: Any,
 ) -> Any:
     if isinstance(params, SamplingParams):
         try:

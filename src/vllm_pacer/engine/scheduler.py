@@ -51,6 +51,10 @@ class PacedScheduler(Scheduler):
         kwargs: What vLLM's scheduler takes.
     """
 
+    # vLLM's own attributes, changed while it schedules.
+    max_num_active_reqs: int
+    running: list[Request]
+
     def __init__(
         self,
         *args: Any,
@@ -73,7 +77,7 @@ class PacedScheduler(Scheduler):
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         # Looked up once: it is called for every request of every step.
         self._reserve = super()._reserve_prefill_lookahead
-        self._active_limit = self.max_num_active_reqs
+        self._active_limit: int = self.max_num_active_reqs
 
         # Of the current step, or the last one between two.
         self._step = Step(0)

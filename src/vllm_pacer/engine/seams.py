@@ -126,9 +126,7 @@ SEAMS = (
         ("self, request", "self, request, max_cache_hit_length"),
         "recognising a prompt of which only the sampling position is left",
     ),
-    Seam(
-        "vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",), "the same"
-    ),
+    Seam("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",), "the same"),
     Seam(
         _CORE,
         "EngineCoreProc._process_engine_step",
