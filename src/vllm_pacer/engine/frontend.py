@@ -1,4 +1,4 @@
-"""What the process that takes the requests does: checks names, refuses beam search, shows counters."""
+"""What the process that takes requests does: checks names, refuses beam search, shows counters."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
