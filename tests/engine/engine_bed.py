@@ -42,6 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pacer.clock import NS_PER_SECOND, FakeClock
 from vllm_pacer.config import PacerConfig
 from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_pacer.quota import ANONYMOUS_USER
 
 NS_PER_MS = 1_000_000
 EOS = 2
@@ -286,6 +287,7 @@ class Bed:
         )
         self.scripts: dict[str, Script] = {}
         self.requests: dict[str, Request] = {}
+        self.users: dict[str, None] = {}  # in the order in which they came
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.steps: list[StepRecord] = []
@@ -377,7 +379,8 @@ class Bed:
             priority=priority,
             block_hasher=self.core.request_block_hasher,
         )
-        self.scripts[request_id] = Script(user or "__anonymous__", tokens, ends_with)
+        self.scripts[request_id] = script = Script(user or ANONYMOUS_USER, tokens, ends_with)
+        self.users[script.user] = None
         self.requests[request_id] = request
         self.answers[request_id] = []
         self.core.add_request(request)
@@ -567,15 +570,15 @@ class Bed:
         visible = len(running) - len(pauses)
         assert all(each in pauses for each in running[visible:]), "paused ones come last"
         in_flight, books = self.in_flight, self.books
-        for user, taken in books.taken.items():
-            assert taken - books.given_back[user] == (
+        for user in self.users:
+            assert books.charged(user) == (
                 books.delivered[user] + in_flight[user] + books.aborted_in_flight[user]
             ), f"the books of {user} do not balance"
 
     def check_window_bound(self) -> None:
         """Check tokens ≤ (W + burst) * N + 1 for every user and every window of dispatch stamps."""
         quotas = self.pacing.quotas()
-        for user in {script.user for script in self.scripts.values()}:
+        for user in self.users:
             quota = quotas.of(user)
             if quota is not None:
                 stamps = self.dispatched_ns(user)
@@ -609,7 +612,7 @@ class Bed:
         assert not scheduler._refused
         assert not scheduler._evicted
         assert all(each.requests == 0 for each in scheduler._limiter._accounts.values())
-        for user in self.books.taken:
+        for user in self.users:
             assert self.books.charged(user) == (
                 self.books.delivered[user] + self.books.aborted_in_flight[user]
             )

@@ -94,9 +94,7 @@ def test_paused_requests_are_not_active(is_async: bool) -> None:
 def test_residents_reach_the_slots_and_active_ones_their_limit(is_async: bool) -> None:
     """All slots fill with residents while no step computes more than the active limit."""
     users = [f"user-{each}" for each in range(40)]
-    bed = Bed(
-        dict.fromkeys(users, 1), is_async=is_async, max_num_seqs=40, max_num_active_seqs=4
-    )
+    bed = Bed(dict.fromkeys(users, 1), is_async=is_async, max_num_seqs=40, max_num_active_seqs=4)
     for user in users:
         bed.add(user, tokens=6)
     bed.run(until_ms=900)
@@ -107,9 +105,7 @@ def test_residents_reach_the_slots_and_active_ones_their_limit(is_async: bool) -
 def test_dozens_ready_at_once_take_turns(is_async: bool) -> None:
     """Forty users ready at the same instant are served four at a time, each within ten steps."""
     users = [f"user-{each}" for each in range(40)]
-    bed = Bed(
-        dict.fromkeys(users, 1), is_async=is_async, max_num_seqs=40, max_num_active_seqs=4
-    )
+    bed = Bed(dict.fromkeys(users, 1), is_async=is_async, max_num_seqs=40, max_num_active_seqs=4)
     for user in users:
         bed.add(user, tokens=6)
     bed.run(until_ms=900)
@@ -194,9 +190,9 @@ def test_better_priority_class_first(is_async: bool, policy: str) -> None:
 
 
 WAITING_PROMPTS = {
-    "one-token prompt": dict(prompt=[11]),
-    "full prefix hit": dict(prompt=[*range(100, 133)]),
-    "unchunked": dict(prompt=[*range(200, 250)]),
+    "one-token prompt": {"prompt": [11]},
+    "full prefix hit": {"prompt": [*range(100, 133)]},
+    "unchunked": {"prompt": [*range(200, 250)]},
 }
 
 
