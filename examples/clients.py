@@ -104,18 +104,6 @@ async def ask(
 
 
 def save_stamps(users: Iterable[User], start: float, path: Path) -> None:
-    """Save when every token arrived, in seconds from the start, to be judged by anybody."""
-    record = [
-        {
-            "user": user.name,
-            "tokens_per_second": user.tokens_per_second,
-            "streams": user.streams,
-            "burst_seconds": BURST_SECONDS,
-            "settled_rate": user.settled_rate(),
-            "first_token_seconds": user.first_token_seconds,
-            "finish_reasons": user.finish_reasons,
-            "stamps_seconds": [round(stamp - start, 6) for stamp in user.stamps],
-        }
-        for user in users
-    ]
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    """Save when every token arrived, in seconds from the start, for anybody to judge."""
+    record = [vars(user) | {"stamps": [each - start for each in user.stamps]} for user in users]
+    path.write_text(json.dumps({"burst_seconds": BURST_SECONDS, "users": record}, indent=1))

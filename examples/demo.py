@@ -94,7 +94,8 @@ def main() -> None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         asyncio.run(run(arguments.output, arguments.seconds))
     except KeyboardInterrupt:
-        sys.exit("\nStopped, and everything that was started with it.")
+        print("\nStopped, and everything that was started with it.")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

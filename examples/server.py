@@ -46,7 +46,7 @@ class Server:
 
     def _last_message(self) -> str:
         # Of a line only the process's name and the message matter, not its time and place.
-        pattern = r"^\((\w+)[^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] (.*\w.*)$"
+        pattern = r"^\((\w+)[^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ([A-Za-z].*)"
         messages = re.findall(pattern, self._log(), re.MULTILINE)
         return ": ".join(messages[-1]) if messages else "importing vLLM"
 

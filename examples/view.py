@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 from clients import User
@@ -60,9 +59,7 @@ async def show_live(console: Console, users: Sequence[User], start: float) -> No
 def frame(users: Sequence[User], start: float, width: int) -> RenderableType:
     """Return the live view at this moment."""
     now = time.monotonic()
-    table = Table(
-        "user", title=f"tokens per second after {now - start:.1f} s", expand=True, min_width=60
-    )
+    table = Table("user", title=f"tokens per second, after {now - start:.1f} s", expand=True)
     for heading in ("streams", "limit", "last second", "average", "tokens"):
         table.add_column(heading, justify="right")
     for user, style in zip(users, STYLES, strict=True):
@@ -83,26 +80,19 @@ def frame(users: Sequence[User], start: float, width: int) -> RenderableType:
     return Group(table, texts)
 
 
-def _tails(user: User, width: int) -> str:
+def _tails(user: User, width: int) -> Text:
     """Return the last lines of each of a user's texts."""
-    lines_per_stream = TEXT_LINES // user.streams
-    shown = []
+    count, shown = TEXT_LINES // user.streams, []
     for text in user.texts:
-        wrapped = chain.from_iterable(
-            textwrap.wrap(paragraph, width) for paragraph in text.splitlines()
-        )
-        lines = list(wrapped)[-lines_per_stream:]
-        shown += lines + [""] * (lines_per_stream - len(lines))
-    return "\n".join(shown)
+        lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width)]
+        shown += lines[-count:] + [""] * (count - len(lines))
+    return Text("\n".join(shown))  # never a str, which rich would read as markup
 
 
 def _line(users: Sequence[User], start: float) -> str:
     now = time.monotonic()
-    parts = [
-        f"{user.name} {user.tokens_since(now - 1):3} tok/s ({len(user.stamps):4} in all)"
-        for user in users
-    ]
-    return f"{now - start:5.1f} s   " + "   ".join(parts)
+    rates = (f"{user.name} {user.tokens_since(now - 1):3} tok/s" for user in users)
+    return f"{now - start:5.1f} s   " + "   ".join(rates)
 
 
 def summary(users: Sequence[User]) -> Table:
