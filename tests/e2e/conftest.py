@@ -11,7 +11,6 @@ from runpy import run_path
 import pytest
 import yaml
 from packaging.version import Version
-from pytest import TestReport
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tools")]
@@ -107,7 +106,9 @@ def small(servers: dict[str, Server]) -> Server:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, TestReport, TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the ends of the servers' logs beside a failure."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):

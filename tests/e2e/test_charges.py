@@ -3,7 +3,6 @@
 import asyncio
 import random
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop string": {"stop": STOP_STRINGS},
     "cancelled": {"ignore_eos": True},
 }
-PREFIX = [300 + index * 11 % 5000 for index in range(320)]
+PREFIX = [300 + index * 11 % 3500 for index in range(320)]
 ROUNDS = 1
 STREAMS_PER_USER = 6
 
@@ -69,21 +68,9 @@ def mix(servers: dict[str, Server]) -> Mix:
     before = server.metrics()
     start = server.record.position()
     requests = asyncio.run(_send_all(server.url))
-    excerpt = _settled(server, start)
+    excerpt = server.record.settled_since(start)
     # Asked often, on new connections, both API servers answer.
     return Mix(requests, excerpt, before, [server.metrics() for _ in range(12)])
-
-
-def _settled(server: Server, start: int) -> Excerpt:
-    """Return the record once the engine has nothing left in flight."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        excerpt = server.record.since(start)
-        if {step["step"] for step in excerpt.steps if step["computed"]} == {
-            output["output_of"] for output in excerpt.outputs if output["output_of"]
-        } and excerpt.lines == server.record.since(start).lines:
-            return excerpt
-    raise AssertionError("The engine still works, though no request is left.")
 
 
 async def _send_all(url: str) -> list[Request]:
@@ -110,10 +97,10 @@ async def _send(client: Client, user: str, kind: str, dice: random.Random) -> Re
     if kind == "long":
         prompt = _some_tokens(dice, 300, 700)
     parameters = {
-        # A model without weights writes letters by chance, so that its answers end by chance.
+        # A model without weights writes letters by chance, so that its answers end by chance. No
+        # seed: on CPU, vLLM 0.32 fails at a seeded request whose prefill is chunked.
         "allowed_token_ids": [*LETTERS, EOS],
         "temperature": 1,
-        "seed": dice.randrange(2**31),
         **KINDS[kind],
     }
     max_tokens = dice.randint(1, 3) if kind == "short" else dice.randint(10, 40)
@@ -123,7 +110,7 @@ async def _send(client: Client, user: str, kind: str, dice: random.Random) -> Re
 
 
 def _some_tokens(dice: random.Random, least: int, most: int) -> list[int]:
-    return [dice.randint(1000, 9000) for _ in range(dice.randint(least, most))]
+    return [dice.randint(200, 4000) for _ in range(dice.randint(least, most))]
 
 
 def test_pause_and_preemption_both_happened(mix: Mix) -> None:

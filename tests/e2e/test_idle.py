@@ -124,6 +124,19 @@ async def _first_token_ms(client: Client) -> float:
     return (answer.arrivals_ns[0] - start_ns) / 1e6
 
 
+def test_metrics_show_who_is_paused(roomy: Server) -> None:
+    """`/metrics` counts the paused requests while they wait, and none after they are gone."""
+    asyncio.run(_paused_in_metrics(roomy))
+
+
+async def _paused_in_metrics(server: Server) -> None:
+    name = "vllm_pacer:paused_requests"
+    async with Client(server.url) as client:
+        async with _PausedStreams(server, client):
+            assert server.metrics()[name] == PAUSED_STREAMS
+        await _until(lambda: server.metrics()[name] == 0)
+
+
 def test_abort_while_paused_frees_at_once(roomy: Server) -> None:
     """After clients of paused requests hang up, the very next step has none of them left."""
     excerpt = asyncio.run(_abort_paused(roomy))

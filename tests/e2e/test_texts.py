@@ -8,7 +8,7 @@ from served.client import Answer, Client, Prompt
 from served.record import Excerpt
 from served.server import Server
 
-SHARED_PREFIX = [200 + index * 7 % 4000 for index in range(1200)]
+SHARED_PREFIX = [200 + index * 7 % 3800 for index in range(1200)]
 PROMPTS: list[Prompt] = [
     "Hello",
     "The quick brown fox jumps over the lazy dog",
@@ -21,8 +21,8 @@ PROMPTS: list[Prompt] = [
     SHARED_PREFIX,
     [*SHARED_PREFIX, 9],
     [*SHARED_PREFIX, 10, 11, 12],
-    [*SHARED_PREFIX[:640], *range(7000, 7100)],
-    [*SHARED_PREFIX[:640], *range(8000, 8500)],
+    [*SHARED_PREFIX[:640], *range(700, 800)],
+    [*SHARED_PREFIX[:640], *range(800, 1300)],
     list(range(1000, 2700)),
 ]
 MAX_TOKENS = 60
@@ -44,7 +44,7 @@ def comparison(servers: dict[str, Server]) -> Comparison:
     free = asyncio.run(_ask(server.url, "free"))
     start = server.record.position()
     paused = asyncio.run(_ask(server.url, "texts"))
-    return Comparison(free, paused, server.record.since(start))
+    return Comparison(free, paused, server.record.settled_since(start))
 
 
 async def _ask(url: str, user: str) -> list[Answer]:

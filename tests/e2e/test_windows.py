@@ -32,7 +32,7 @@ def run(servers: dict[str, Server]) -> Run:
     server = servers["roomy"]
     start = server.record.position()
     answers = asyncio.run(_crowd(server.url))
-    return Run(answers, server.record.since(start))
+    return Run(answers, server.record.settled_since(start))
 
 
 async def _crowd(url: str) -> dict[str, list[Answer]]:
@@ -47,7 +47,7 @@ async def _crowd(url: str) -> dict[str, list[Answer]]:
                 max_tokens = dice.randint(1, 60)
                 await client.complete(
                     user,
-                    [dice.randint(100, 9000) for _ in range(dice.choice([1, 10, 200]))],
+                    [dice.randint(200, 4000) for _ in range(dice.choice([1, 10, 200]))],
                     max_tokens,
                     stop_after=dice.randint(1, max_tokens) if dice.random() < 0.3 else None,
                     answer=answer,

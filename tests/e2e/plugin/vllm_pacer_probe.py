@@ -140,13 +140,17 @@ class Recorder:
         """A step's tokens leave the scheduler, by request."""
         step, _ = self._step_of.pop(id(scheduler_output), (None, None))
         outputs = self._update_from_output(scheduler_output, model_runner_output)
-        emitted = {
-            each.request_id: len(each.new_token_ids)
-            for client_outputs in outputs.values()
-            for each in client_outputs.outputs
-            if each.new_token_ids
-        }
-        self._write(output_of=step, at_ns=time.monotonic_ns(), emitted=emitted)
+        each_output = [each for client in outputs.values() for each in client.outputs]
+        self._write(
+            output_of=step,
+            at_ns=time.monotonic_ns(),
+            emitted={
+                each.request_id: len(each.new_token_ids)
+                for each in each_output
+                if each.new_token_ids
+            },
+            finished=[each.request_id for each in each_output if each.finish_reason is not None],
+        )
         return outputs
 
     def add_request(self, request: Any) -> None:

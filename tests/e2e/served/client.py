@@ -19,7 +19,7 @@ class Answer:
     Attributes:
         user: Who asked.
         request_id: vLLM's name for the request.
-        status: The HTTP status.
+        status: The HTTP status, or the one that an error in the stream names.
         arrivals_ns: The instant of each token's arrival, in order.
         token_ids: The tokens.
         text: The text.
@@ -97,7 +97,10 @@ class Client:
 
 
 def _note(answer: Answer, chunk: dict[str, Any], now_ns: int) -> None:
-    assert "error" not in chunk, chunk
+    if error := chunk.get("error"):
+        # vLLM has sent the headers by then.
+        answer.status, answer.body = error["code"], error["message"]
+        return
     answer.request_id = chunk["id"]
     if usage := chunk.get("usage"):
         answer.completion_tokens = usage["completion_tokens"]

@@ -1,6 +1,7 @@
 """What the probe wrote down in the engine's process."""
 
 import json
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+SETTLE_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,14 @@ class Record:
             text = file.read()
         complete, _, _ = text.rpartition(b"\n")
         return Excerpt([json.loads(line) for line in complete.splitlines()])
+
+    def settled_since(self, position: int) -> "Excerpt":
+        """Return all lines from a position on, once the engine has nothing left to do."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while not (excerpt := self.since(position)).is_settled:
+            assert time.monotonic() < deadline, "The engine has requests that nobody waits for."
+            time.sleep(0.05)
+        return excerpt
 
     def engine(self) -> Line:
         """Return the line that describes the engine."""
@@ -65,6 +75,15 @@ class Excerpt:
     def aborted(self) -> set[str]:
         """The requests that the front end ended."""
         return {each for line in self.lines for each in line.get("aborted", ())}
+
+    @cached_property
+    def is_settled(self) -> bool:
+        """Whether every request that arrived has ended, and every step's result is processed."""
+        finished = {each for output in self.outputs for each in output["finished"]}
+        computed = {step["step"] for step in self.steps if step["computed"]}
+        return self.user_of.keys() <= finished | self.aborted and computed <= {
+            output["output_of"] for output in self.outputs
+        }
 
     @cached_property
     def emitted_by_request(self) -> Counter[str]:
@@ -122,7 +141,8 @@ class Excerpt:
         instants: dict[str, list[int]] = defaultdict(list)
         for output in self.outputs:
             for request, tokens in output["emitted"].items():
-                instants[self.user_of[request]] += [at_ns[output["output_of"]]] * tokens
+                if request in self.user_of:  # not one that arrived before this excerpt
+                    instants[self.user_of[request]] += [at_ns[output["output_of"]]] * tokens
         return {user: sorted(each) for user, each in instants.items()}
 
     def longest_step_ns(self) -> int:
