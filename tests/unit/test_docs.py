@@ -233,6 +233,17 @@ def test_commands_in_the_documentation_are_accepted() -> None:
         config_from_flags(*flag_values(command))
 
 
+def test_make_commands_in_the_documentation_exist() -> None:
+    """Every `make` command that is shown is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z]+):", text_of("Makefile"), re.MULTILINE))
+    shown = {
+        command
+        for page in PAGES
+        for command in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text("utf-8"), re.MULTILINE)
+    }
+    assert {"check", "test", "bench", "demo"} <= shown <= targets
+
+
 @pytest.mark.parametrize(("page", "example"), blocks("yaml"))
 def test_yaml_files_in_the_documentation_are_accepted(
     page: str, example: str, tmp_path: Path
