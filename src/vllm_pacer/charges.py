@@ -64,8 +64,8 @@ class Ledger:
 
     def keep(self, request_ids: Iterable[str]) -> None:
         """Make the charges of aborted requests final."""
-        for step in self._in_flight.values():
-            for request_id in request_ids:
+        for request_id in request_ids:
+            for step in self._in_flight.values():
                 if request_id in step.charges:
                     step.tokens -= step.charges.pop(request_id)[1]
 

@@ -25,8 +25,11 @@ from collections.abc import Callable
 from vllm_pacer.clock import NS_PER_SECOND
 from vllm_pacer.quota import Quota
 
-_UNTOUCHED = 1 << 256
-"""The level since a charge before anything was observed: above every real one."""
+_NOT_OBSERVED = -1
+"""The lowest level since a charge, before one was observed."""
+
+_NO_LIMIT = 1 << 62
+"""The tokens available to a user without a limit."""
 
 _CHECKS_PER_STEP = 8
 _CHECKS_PER_NEW_USER = 2
@@ -131,7 +134,7 @@ class OutputRateLimiter:
         """Give back `tokens` that were taken in `step`, as far as that creates no new credit.
 
         Raises:
-            ValueError: The user took nothing in that step, or the step has ended.
+            ValueError: The user asked for nothing in that step, or the step has ended.
         """
         self.give_back(self.account(user), step, now_ns, tokens)
 
@@ -155,7 +158,7 @@ class OutputRateLimiter:
         if account.tat > account.horizon:
             return 0
         if not account.limited:
-            return _UNTOUCHED
+            return _NO_LIMIT
         return (account.horizon - account.tat) // account._increment + 1
 
     def ready_at_ns(self, user: str, tokens: int = 1) -> int:
@@ -200,7 +203,7 @@ class OutputRateLimiter:
             account.tat = now
         account.horizon = now + account._burst
         account.step = self._step
-        account.open_charges.append([self._step, _UNTOUCHED])
+        account.open_charges.append([self._step, _NOT_OBSERVED])
 
     def _observe_level(self, account: Account, now_ns: int) -> None:
         """Lower the minima of the account's open charges to its level now; drop closed ones."""
@@ -215,5 +218,5 @@ class OutputRateLimiter:
             del charges[0]
         level = max(account.tat - now_ns * account._scale, 0)
         for charge in charges:
-            if level < charge[1]:
+            if level < charge[1] or charge[1] == _NOT_OBSERVED:
                 charge[1] = level

@@ -30,7 +30,7 @@ class User(Generic[R]):
     def __init__(self, account: Account) -> None:
         self.account = account
         self.paused: dict[int, deque[R]] = {}
-        self.wake_ns = -1  # the entry in the wake-up queue that counts; -1 for none
+        self.wake_ns: int | None = None  # the entry in the wake-up queue that counts
         self.owed_tokens = 0  # what its requests outside may take before its paused ones
 
 
@@ -71,7 +71,7 @@ class Pauses(Generic[R]):
 
     def wake_by(self, user: User[R], wake_ns: int) -> None:
         """See to it that the user is looked at by `wake_ns`; no effect if nothing is paused."""
-        if user.paused and (user.wake_ns < 0 or wake_ns < user.wake_ns):
+        if user.paused and (user.wake_ns is None or wake_ns < user.wake_ns):
             self._enqueue(user, wake_ns)
 
     def next_wake_ns(self) -> int | None:
@@ -86,7 +86,7 @@ class Pauses(Generic[R]):
         wake_ns = self.next_wake_ns()
         if wake_ns is None or wake_ns > now_ns:
             return 0
-        due = [user for at, _, user in self._wake_ups if at <= now_ns and user.wake_ns == at]
+        due = {user for at, _, user in self._wake_ups if at <= now_ns and user.wake_ns == at}
         count = 0
         for user in due:
             count += min(self._tokens(user), sum(map(len, user.paused.values())))
@@ -110,7 +110,7 @@ class Pauses(Generic[R]):
                 next_token = len(taken) + user.owed_tokens + 1 if len(taken) == tokens else 1
                 self._enqueue(user, self._limiter.account_ready_at_ns(user.account, next_token))
             else:
-                user.wake_ns = -1
+                user.wake_ns = None
             user.owed_tokens = 0
         return resumed
 
@@ -123,10 +123,8 @@ class Pauses(Generic[R]):
 
     def victims(self) -> Iterator[R]:
         """Iterate over the paused requests, those whose turn comes last first."""
-        latest_first = sorted(
-            {user for user, _ in self._queues}, key=lambda user: user.wake_ns, reverse=True
-        )
-        for user in latest_first:
+        users = dict.fromkeys(user for user, _ in self._queues)
+        for user in sorted(users, key=_wake_ns, reverse=True):
             for priority in sorted(user.paused, reverse=True):
                 yield from reversed(user.paused[priority])
 
@@ -152,9 +150,14 @@ class Pauses(Generic[R]):
         if not user.paused[priority]:
             del user.paused[priority], self._queues[user, priority]
             if not user.paused:
-                user.wake_ns = -1
+                user.wake_ns = None
 
     def _enqueue(self, user: User[R], wake_ns: int) -> None:
         user.wake_ns = wake_ns
         self._wake_up_count += 1
         heapq.heappush(self._wake_ups, (wake_ns, self._wake_up_count, user))
+
+
+def _wake_ns(user: User[R]) -> int:
+    assert user.wake_ns is not None, "a user with paused requests has a wake-up"
+    return user.wake_ns
