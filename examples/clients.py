@@ -37,6 +37,9 @@ class User:
     def __post_init__(self) -> None:
         self.texts = [""] * self.streams
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.streams} stream{'s' * (self.streams > 1)}"
+
     def tokens_since(self, moment: float) -> int:
         """Return the number of tokens that arrived after a moment."""
         return sum(stamp > moment for stamp in self.stamps)

@@ -34,7 +34,7 @@ def _draw(axes: Axes, users: Sequence[User], start: float, seconds: float) -> No
     for user, color, width in zip(users, COLORS, WIDTHS, strict=True):
         times = [0.0, *(stamp - start for stamp in user.stamps)]
         limit = f"limit {user.tokens_per_second}/s" if user.tokens_per_second else "no limit"
-        label = f"{user.name}: {limit}, {user.streams} stream{'s' * (user.streams > 1)}"
+        label = f"{user}, {limit}"
         style = {"color": color, "linewidth": width, "zorder": 3 - width / 10}
         axes.step(times, range(len(times)), where="post", label=label, **style)
     for rate in sorted({user.tokens_per_second for user in users if user.tokens_per_second}):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clients import User
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -20,6 +21,7 @@ from rich.text import Text
 STYLES = ("dodger_blue1", "orange1", "spring_green3")
 FRAMES_PER_SECOND = 5
 TEXT_LINES = 12
+BOX = box.SIMPLE_HEAD
 
 
 def limit_text(user: User) -> str:
@@ -59,7 +61,9 @@ async def show_live(console: Console, users: Sequence[User], start: float) -> No
 def frame(users: Sequence[User], start: float, width: int) -> RenderableType:
     """Return the live view at this moment."""
     now = time.monotonic()
-    table = Table("user", title=f"tokens per second, after {now - start:.1f} s", expand=True)
+    table = Table(
+        "user", title=f"tokens per second, after {now - start:.1f} s", box=BOX, expand=True
+    )
     for heading in ("streams", "limit", "last second", "average", "tokens"):
         table.add_column(heading, justify="right")
     for user, style in zip(users, STYLES, strict=True):
@@ -71,22 +75,23 @@ def frame(users: Sequence[User], start: float, width: int) -> RenderableType:
     texts = Table.grid(expand=True)
     for _ in users:
         texts.add_column(ratio=1)
-    texts.add_row(
-        *(
-            Panel(_tails(user, width // len(users) - 4), title=user.name, border_style=style)
-            for user, style in zip(users, STYLES, strict=True)
-        )
-    )
+    panels = []
+    for user, style in zip(users, STYLES, strict=True):
+        text = _tails(user, width // len(users) - 4)
+        panels.append(Panel(text, title=str(user), border_style=style, height=TEXT_LINES + 2))
+    texts.add_row(*panels)
     return Group(table, texts)
 
 
 def _tails(user: User, width: int) -> Text:
-    """Return the last lines of each of a user's texts."""
-    count, shown = TEXT_LINES // user.streams, []
-    for text in user.texts:
+    """Return the last lines of each of a user's texts, every other text in a weaker tone."""
+    # A `Text`, since rich would read a plain string as markup.
+    count, shown = TEXT_LINES // user.streams, Text()
+    for number, text in enumerate(user.texts):
         lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width)]
-        shown += lines[-count:] + [""] * (count - len(lines))
-    return Text("\n".join(shown))  # never a str, which rich would read as markup
+        padded = lines[-count:] + [""] * (count - len(lines))
+        shown.append("\n".join(padded) + "\n", style="dim" if number % 2 else "")
+    return shown
 
 
 def _line(users: Sequence[User], start: float) -> str:
@@ -97,7 +102,7 @@ def _line(users: Sequence[User], start: float) -> str:
 
 def summary(users: Sequence[User]) -> Table:
     """Return the table shown at the end."""
-    table = Table("user", title="summary (rate: from the end of the burst on)")
+    table = Table("user", title="the whole run; rate: after the burst", box=BOX, expand=True)
     for heading in ("streams", "limit", "tokens", "rate", "first token", "answers ended by"):
         table.add_column(heading, justify="right")
     for user, style in zip(users, STYLES, strict=True):
