@@ -139,9 +139,7 @@ def test_no_upstream_body_is_copied() -> None:
         for path in (Path(vllm.__file__).parent / folder).rglob("*.py")
         for window in windows(path.read_text())
     }
-    ours = {
-        window: path for path in PACKAGE.rglob("*.py") for window in windows(path.read_text())
-    }
+    ours = {window: path for path in PACKAGE.rglob("*.py") for window in windows(path.read_text())}
     assert len(theirs) > 1000
     assert [(ours[window].name, theirs[window].name) for window in ours.keys() & theirs] == []
 

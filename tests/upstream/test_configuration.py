@@ -1,0 +1,299 @@
+"""vLLM's configuration with limits: carried, not hashed, refused where limits are not proved.
+
+Configurations are vLLM's own, made by `EngineArgs.create_engine_config` on a small model.
+"""
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from own_names import wrapped_methods
+from stock_scheduler import engine_args
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_pacer import llm_kwargs
+from vllm_pacer.config import ConfigError, make_config
+from vllm_pacer.engine.factory import PacedSchedulerFactory
+from vllm_pacer.engine.flags import limit_engine_args
+from vllm_pacer.engine.patches import unwrap
+from vllm_pacer.engine.plugin import register
+from vllm_pacer.engine.refusals import REFUSALS, Refusal, UnsupportedModeError, refuse_unsupported
+
+pytestmark = pytest.mark.usefixtures("stock_vllm")
+
+OUR_FLAGS = {
+    "default_user_output_tokens_per_second",
+    "user_output_tokens_per_second",
+    "user_output_rate_config",
+}
+
+
+def factory(rate: float | None = 20, users: Mapping[str, float] | None = None) -> Any:
+    """Return what stands in `scheduler_cls` with these limits."""
+    return llm_kwargs(rate, users)["scheduler_cls"]
+
+
+def limited_config(**changes: Any) -> VllmConfig:
+    """Return vLLM's configuration with limits."""
+    return engine_args(scheduler_cls=factory(), **changes).create_engine_config()
+
+
+# --- not configured -----------------------------------------------------------------------------
+
+
+def test_only_the_parser_is_touched_until_a_flag_is_given() -> None:
+    """After `register()` every method that may be wrapped is vLLM's own object, but for the two
+    that deal with flags."""
+    before = [vars(owner).get(name) for owner, name in wrapped_methods()]
+    register()
+    engine_args().create_engine_config()
+    changed = [
+        f"{owner.__name__}.{name}"
+        for (owner, name), old in zip(wrapped_methods(), before, strict=True)
+        if vars(owner).get(name) is not old
+    ]
+    assert changed == ["EngineArgs.add_cli_args", "EngineArgs.from_cli_args"]
+
+
+def test_vllms_methods_are_its_own_code() -> None:
+    """What the test above calls vLLM's own comes from vLLM's files."""
+    for owner, name in wrapped_methods():
+        function = getattr(owner, name)
+        assert Path(inspect.getsourcefile(function)).is_relative_to(Path(vllm.__file__).parent)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_without_a_flag_the_scheduler_is_vllms(is_async: bool) -> None:
+    """Arguments parsed without our flags lead to vLLM's scheduler class itself."""
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", engine_args().model]))
+    assert args.scheduler_cls is None
+    scheduler_config = args.create_engine_config().scheduler_config
+    scheduler_config.async_scheduling = is_async
+    assert scheduler_config.get_scheduler_cls() is (AsyncScheduler if is_async else Scheduler)
+
+
+def test_the_parser_has_three_more_flags_and_no_other_default() -> None:
+    """Every argument of vLLM's is parsed as before; ours are there, shown, and off."""
+    AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # loads vLLM's plugins: this one too
+    unwrap(EngineArgs, "add_cli_args")
+    stock = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([])
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    ours = parser.parse_args([])
+    assert vars(ours).keys() - vars(stock).keys() == OUR_FLAGS
+    assert {name: vars(ours)[name] for name in OUR_FLAGS} == dict.fromkeys(OUR_FLAGS)
+    assert {name: str(vars(ours)[name]) for name in vars(stock)} == {
+        name: str(value) for name, value in vars(stock).items()
+    }
+    for flag in OUR_FLAGS:
+        assert f"--{flag.replace('_', '-')}" in parser.format_help()
+
+
+def test_registering_again_changes_nothing() -> None:
+    """vLLM may load plugins several times in a process."""
+    register()
+    once = vars(EngineArgs)["from_cli_args"]
+    register()
+    assert vars(EngineArgs)["from_cli_args"] is once
+
+
+def test_an_engine_without_limits_beside_one_with_limits_is_stock() -> None:
+    """Arguments without limits make vLLM's own configuration, also once limits are installed."""
+    limited_config()
+    assert engine_args().create_engine_config().scheduler_config.scheduler_cls is None
+
+
+# --- carrying the limits ------------------------------------------------------------------------
+
+
+def test_limits_are_no_part_of_the_hash() -> None:
+    """Changing a limit does not invalidate compiled graphs: the hash is that without limits."""
+    stock = engine_args().create_engine_config().compute_hash()
+    for limits in (factory(5), factory(500, {"user": 7})):
+        config = engine_args(scheduler_cls=limits).create_engine_config()
+        assert config.scheduler_config.scheduler_cls is limits
+        assert config.compute_hash() == stock
+        assert config.scheduler_config.compute_hash() == (
+            engine_args().create_engine_config().scheduler_config.compute_hash()
+        )
+
+
+def test_the_hash_can_change() -> None:
+    """The hash of the test above does depend on what is compiled."""
+    other = engine_args(dtype="float32").create_engine_config()
+    assert (
+        other.compute_hash() != engine_args(dtype="bfloat16").create_engine_config().compute_hash()
+    )
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))],
+    ids=["deepcopy", "pickle"],
+)  # fmt: skip
+def test_the_limits_survive_the_way_to_the_engine(
+    duplicate: Callable[[VllmConfig], VllmConfig],
+) -> None:
+    """A copied or pickled configuration builds the scheduler with the same limits."""
+    limits = factory(20, {"user": 7.5})
+    config = duplicate(engine_args(scheduler_cls=limits).create_engine_config())
+    arrived = config.scheduler_config.get_scheduler_cls()
+    assert isinstance(arrived, PacedSchedulerFactory)
+    assert arrived.pacing == limits.pacing
+
+
+def test_arguments_can_make_several_configurations() -> None:
+    """vLLM may ask the same arguments twice; both configurations have the limits."""
+    args = engine_args(scheduler_cls=factory())
+    for _ in range(2):
+        assert args.create_engine_config().scheduler_config.scheduler_cls is args.scheduler_cls
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+KV_CONNECTOR = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "unused"},
+}
+EC_CONNECTOR = {
+    "ec_connector": "ECExampleConnector",
+    "ec_role": "ec_both",
+    "ec_connector_extra_config": {"shared_storage_path": "unused"},
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--speculative-config": {"speculative_config": NGRAM},
+    "--data-parallel-size > 1": {"data_parallel_size": 2},
+    "--pipeline-parallel-size > 1": {"pipeline_parallel_size": 2},
+    "--enable-lora": {"enable_lora": True},
+    "--kv-transfer-config": {"kv_transfer_config": KV_CONNECTOR},
+    "--kv-offloading-size": {"kv_offloading_size": 1.0},
+    "--ec-transfer-config": {"ec_transfer_config": EC_CONNECTOR},
+    "--prefill-schedule-interval > 1": {"prefill_schedule_interval": 2},
+}
+"""Engine arguments by which an operator gets into the mode."""
+
+MODEL_PROPERTIES = {
+    "an encoder-decoder model": "is_encoder_decoder",
+    "a diffusion model": "is_diffusion",
+    "a multimodal model": "is_multimodal_model",
+    "a hybrid model": "is_hybrid",
+    "an attention-free model": "is_attention_free",
+}
+"""What vLLM's configuration says of a model that the test bed does not have."""
+
+
+def refusal(setting: str) -> Refusal:
+    """Return the row of a setting."""
+    (found,) = (each for each in REFUSALS if each.setting == setting)
+    return found
+
+
+def assert_explained(message: str, row: Refusal) -> None:
+    """Check that a message has all three parts of a row."""
+    for part in (row.setting, row.reason, row.way_out):
+        assert part in message
+
+
+def test_every_refusal_is_tried() -> None:
+    """No row of the table is left out below."""
+    assert {row.setting for row in REFUSALS} == {
+        *ARGUMENTS,
+        *MODEL_PROPERTIES,
+        "--aux-output-config",
+        "--scheduler-cls",
+    }
+
+
+@pytest.mark.parametrize("setting", ARGUMENTS)
+def test_arguments_are_refused(setting: str) -> None:
+    """A server with limits does not start in this mode; the message says what to do."""
+    with pytest.raises(UnsupportedModeError) as error:
+        limited_config(**ARGUMENTS[setting])
+    assert_explained(str(error.value), refusal(setting))
+
+
+@pytest.mark.parametrize("setting", ARGUMENTS)
+def test_refused_arguments_are_fine_without_limits(setting: str) -> None:
+    """The same arguments make a configuration when nothing is limited."""
+    config = engine_args(**ARGUMENTS[setting]).create_engine_config()
+    assert refusal(setting).applies(config)
+
+
+@pytest.mark.parametrize("setting", MODEL_PROPERTIES)
+def test_models_are_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    """A model of this kind is not served with limits; the message says what to do."""
+    config = engine_args().create_engine_config()
+    refuse_unsupported(config)
+    vars(config.model_config).pop(MODEL_PROPERTIES[setting], None)  # some are cached there
+    monkeypatch.setattr(ModelConfig, MODEL_PROPERTIES[setting], True)
+    with pytest.raises(UnsupportedModeError) as error:
+        refuse_unsupported(config)
+    assert_explained(str(error.value), refusal(setting))
+
+
+@pytest.mark.parametrize("name", MODEL_PROPERTIES.values())
+def test_model_property_is_vllms(name: str) -> None:
+    """The property replaced above is one that vLLM works out itself."""
+    assert inspect.getattr_static(ModelConfig, name) is not None
+
+
+def test_another_scheduler_class_is_refused_with_the_flags() -> None:
+    """`--scheduler-cls` together with limits is refused: there can be one scheduler only."""
+    args = engine_args(scheduler_cls="some.other.Scheduler")
+    with pytest.raises(
+        ConfigError, match="--scheduler-cls some.other.Scheduler cannot be combined"
+    ):
+        limit_engine_args(args, PacedSchedulerFactory(make_config({"default": 5}, "test")))
+
+
+def test_another_scheduler_class_from_the_platform_is_refused() -> None:
+    """A platform that puts its own scheduler into the configuration is not overridden."""
+    config = engine_args().create_engine_config()
+    config.scheduler_config.scheduler_cls = "some.other.Scheduler"
+    with pytest.raises(UnsupportedModeError) as error:
+        refuse_unsupported(config)
+    assert_explained(str(error.value), refusal("--scheduler-cls"))
+
+
+def test_auxiliary_outputs_are_refused() -> None:
+    """They need vLLM's second model runner, which no CPU has, so the finished configuration is
+    changed here."""
+    config = engine_args().create_engine_config()
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(UnsupportedModeError) as error:
+        refuse_unsupported(config)
+    assert_explained(str(error.value), refusal("--aux-output-config"))
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    """Who has two settings to change need not find out one by one."""
+    with pytest.raises(UnsupportedModeError) as error:
+        limited_config(enable_lora=True, prefill_schedule_interval=2)
+    for setting in ("--enable-lora", "--prefill-schedule-interval > 1"):
+        assert_explained(str(error.value), refusal(setting))
+
+
+def test_dense_data_parallel_is_refused_in_the_front_end() -> None:
+    """Each rank of a dense model will see a size of 1, so the configuration is where it stops."""
+    assert not engine_args().create_engine_config().model_config.is_moe
+    with pytest.raises(UnsupportedModeError, match="--data-parallel-size > 1"):
+        limited_config(data_parallel_size=2)
+
+
+def test_a_pooling_model_is_served_as_stock() -> None:
+    """A model that generates nothing has nothing to limit: no refusal, and vLLM's scheduler."""
+    config = limited_config(runner="pooling", convert="embed")
+    assert config.scheduler_config.get_scheduler_cls() in (Scheduler, AsyncScheduler)
