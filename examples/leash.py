@@ -49,7 +49,8 @@ def main(command: list[str]) -> int:
 
 
 def _end_when_let_go(group: int) -> None:
-    sys.stdin.buffer.read()
+    # Not through `sys.stdin`, whose lock a waiting reader would still hold when Python ends.
+    os.read(0, 1)
     _end_group(group)
 
 
