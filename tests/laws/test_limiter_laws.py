@@ -108,6 +108,26 @@ class History:
         Ask(Fraction(0), (1, 1), (0, 0), 0),
     ],
 )
+@example(  # two refunds of what had drained together: the newer first, then the older first
+    Fraction(10),
+    Fraction(1),
+    [
+        Ask(Fraction(0), (1,), (1,), 3),
+        Ask(Fraction(1, 2), (1,), (1,), 1),
+        Ask(Fraction(9, 10), (1,), (0,), 0),
+        Ask(Fraction(0), (), (), 0),
+    ],
+)
+@example(
+    Fraction(10),
+    Fraction(1),
+    [
+        Ask(Fraction(0), (1,), (1,), 2),
+        Ask(Fraction(1, 2), (1,), (1,), 2),
+        Ask(Fraction(9, 10), (1,), (0,), 0),
+        Ask(Fraction(0), (), (), 0),
+    ],
+)
 def test_window_bound_and_exact_refunds(
     rate: Fraction, burst: Fraction, history: list[Ask]
 ) -> None:

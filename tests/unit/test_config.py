@@ -60,6 +60,7 @@ def message_of(function: object, *args: object) -> str:
 @pytest.fixture
 def write(tmp_path: Path):
     """A function that writes a limits file and returns its path."""
+
     def write_file(text: str | bytes, suffix: str = ".yaml") -> Path:
         path = tmp_path / f"limits{suffix}"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -278,6 +278,22 @@ def test_refunds_in_any_order_of_steps() -> None:
     assert len(set(tats)) == 1
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["oldest first", "newest first"])
+def test_a_second_refund_knows_of_the_first(order: tuple[int, int]) -> None:
+    """Takes at 0, 50 and 140 ms: without the first two the level is the third's 100 ms, no less.
+
+    At 140 ms the level was down to 60 ms, which the first refund uses up for the second as well.
+    """
+    limiter = limiter_of(10)
+    steps = []
+    for ms in (0, 50, 140):
+        steps.append(limiter.begin_step(ms * MS))
+        assert limiter.try_take("a")
+    for index in order:
+        limiter.refund("a", steps[index], 140 * MS)
+    assert limiter.account("a").tat == 240 * MS * limiter.account("a")._scale
+
+
 def test_a_refund_is_no_savings_account() -> None:
     """After a refund of everything a user is like one that never came, not better."""
     limiter = limiter_of(10)
