@@ -15,7 +15,7 @@ USERS = ("a", "b", "c")
 EOS = 2
 LETTERS = range(81, 107)
 """The tokens of the letters a to z."""
-STOP_STRINGS = ["a", "b", "c", "d", "e"]
+STOP_STRINGS = ["a", "b", "c", "d"]
 KINDS: dict[str, dict[str, Any]] = {
     "long": {"ignore_eos": True},
     "prefix": {"ignore_eos": True},
@@ -172,12 +172,8 @@ def test_metrics_agree_with_the_run(mix: Mix) -> None:
     """Whichever API server answers, `/metrics` shows what was charged and refunded."""
     charged = sum(mix.excerpt.charged_by_user.values())
     refunded = sum(mix.excerpt.refunded_by_user.values())
-    before = mix.metrics_before
     assert refunded > 0
-    assert mix.metrics_after == len(mix.metrics_after) * [
-        {
-            PAUSED: 0,
-            CHARGED: before[CHARGED] + charged,
-            REFUNDED: before[REFUNDED] + refunded,
-        }
-    ]
+    for after in mix.metrics_after:
+        assert after.get(PAUSED) == 0
+        assert after[CHARGED] - mix.metrics_before[CHARGED] == charged
+        assert after[REFUNDED] - mix.metrics_before[REFUNDED] == refunded

@@ -16,6 +16,7 @@ RATES = (0.5, 2.5, 5, 10, 20, 30, 40, 60, 100, 150)
 STREAMS_PER_USER = 8
 RUN_SECONDS = 60
 BURST_NS = 100_000_000
+COUNTERS = ("vllm_pacer:charged_tokens_total", "vllm_pacer:refunded_tokens_total")
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,18 @@ class Run:
 
     answers: dict[str, list[Answer]]
     excerpt: Excerpt
+    metrics_before: dict[str, float]
+    metrics_after: dict[str, float]
 
 
 @pytest.fixture(scope="module")
 def run(servers: dict[str, Server]) -> Run:
     """Ten users with eight streams each for a minute; clients hang up at random."""
     server = servers["roomy"]
+    before = server.metrics()
     start = server.record.position()
     answers = asyncio.run(_crowd(server.url))
-    return Run(answers, server.record.settled_since(start))
+    return Run(answers, server.record.settled_since(start), before, server.metrics())
 
 
 async def _crowd(url: str) -> dict[str, list[Answer]]:
@@ -69,7 +73,7 @@ async def _crowd(url: str) -> dict[str, list[Answer]]:
 def test_dispatched_tokens_in_every_window(run: Run, rate: float) -> None:
     """On dispatch stamps no window of W seconds holds more than (W + burst) x N + 1 tokens."""
     instants_ns = run.excerpt.dispatch_ns_by_user()[f"window-{rate}"]
-    assert len(instants_ns) >= rate * RUN_SECONDS * 0.9
+    assert len(instants_ns) >= rate * RUN_SECONDS / 2
     assert ns_over_quota(instants_ns, rate) <= BURST_NS
 
 
@@ -77,7 +81,7 @@ def test_dispatched_tokens_in_every_window(run: Run, rate: float) -> None:
 def test_delivered_tokens_in_every_window(run: Run, rate: float) -> None:
     """On client stamps no window holds more than (W + burst + longest step) x N + 1 tokens."""
     instants_ns = arrivals_of(run.answers[f"window-{rate}"])
-    assert len(instants_ns) >= rate * RUN_SECONDS * 0.9
+    assert len(instants_ns) >= rate * RUN_SECONDS / 2
     assert ns_over_quota(instants_ns, rate) <= BURST_NS + run.excerpt.longest_step_ns()
 
 
@@ -93,6 +97,16 @@ def test_clients_hung_up_at_random(run: Run) -> None:
     assert len(complete) > 200
     assert len(answers) - len(complete) > 100
     assert all(answer.status in (0, 200) for answer in answers)
+
+
+def test_metrics_agree_with_the_run(run: Run) -> None:
+    """`/metrics` shows what was charged and refunded since the run began, and nobody paused."""
+    increase = {name: run.metrics_after[name] - run.metrics_before[name] for name in COUNTERS}
+    assert increase == {
+        "vllm_pacer:charged_tokens_total": sum(run.excerpt.charged_by_user.values()),
+        "vllm_pacer:refunded_tokens_total": sum(run.excerpt.refunded_by_user.values()),
+    }
+    assert run.metrics_after["vllm_pacer:paused_requests"] == 0
 
 
 def ns_over_quota(instants_ns: Sequence[int], rate: float) -> Fraction:

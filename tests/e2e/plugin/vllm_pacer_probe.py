@@ -128,6 +128,7 @@ class Recorder:
             resident=len(self._scheduler.running),
             paused=len(self._scheduler._pauses),
             in_flight=len(self._step_of),
+            free_blocks=self._free_blocks(),
             taken=dict(self._taken),
             sampled=[each for each in output.num_scheduled_tokens if self._samples(each)],
         )
@@ -167,9 +168,13 @@ class Recorder:
             aborted=[request.request_id for request in finished],
             resident=len(self._scheduler.running),
             paused=len(self._scheduler._pauses),
+            free_blocks=self._free_blocks(),
             at_ns=time.monotonic_ns(),
         )
         return finished
+
+    def _free_blocks(self) -> int:
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """A request loses its KV blocks."""
