@@ -318,18 +318,6 @@ def test_a_refund_without_an_open_charge_is_an_error(ended: bool) -> None:
     assert limiter.account("a").tat == tat
 
 
-def test_a_refund_after_a_refusal_only_is_an_error() -> None:
-    """A step that refused the user every token has nothing of it to refund."""
-    limiter = limiter_of(10)
-    assert grants_at(limiter, 0) == 2
-    step = limiter.begin_step(0)
-    assert not limiter.try_take("a")
-    tat = limiter.account("a").tat
-    with pytest.raises(ValueError, match="has no open charge in step"):
-        limiter.refund("a", step, 0)
-    assert limiter.account("a").tat == tat
-
-
 def test_the_refund_of_a_rate_with_a_huge_numerator() -> None:
     """The refund rule holds for every fraction, also where scaled times exceed 256 bits."""
     rate = Fraction(10**90 + 1, 10**89)
