@@ -14,7 +14,6 @@ The rules:
 import heapq
 from collections import deque
 from collections.abc import Hashable, Iterator
-from itertools import chain
 from typing import Generic, TypeVar
 
 from vllm_pacer.limiter import Account, OutputRateLimiter
@@ -44,7 +43,6 @@ class Pauses(Generic[R]):
     def __init__(self, limiter: OutputRateLimiter) -> None:
         self._limiter = limiter
         self._place: dict[R, tuple[User[R], int]] = {}
-        self._queues: dict[tuple[User[R], int], deque[R]] = {}
         self._wake_ups: list[tuple[int, int, User[R]]] = []
         self._wake_up_count = 0
 
@@ -57,15 +55,12 @@ class Pauses(Generic[R]):
         return request in self._place
 
     def __iter__(self) -> Iterator[R]:
-        """Iterate over the paused requests, those of one user and class in turn."""
-        return chain.from_iterable(self._queues.values())
+        """Iterate over the paused requests, in the order in which they were paused."""
+        return iter(self._place)
 
     def pause(self, request: R, user: User[R], priority: int, wake_ns: int) -> None:
         """Pause a request, behind the others of its user and class, until `wake_ns` at most."""
-        queue = user.paused.get(priority)
-        if queue is None:
-            queue = user.paused[priority] = self._queues[user, priority] = deque()
-        queue.append(request)
+        user.paused.setdefault(priority, deque()).append(request)
         self._place[request] = user, priority
         self.wake_by(user, wake_ns)
 
@@ -116,14 +111,14 @@ class Pauses(Generic[R]):
 
     def drop(self, request: R) -> None:
         """Forget a request that is no longer resident; no effect if it is not paused."""
-        place = self._place.pop(request, None)
-        if place is not None:
-            self._queues[place].remove(request)
-            self._forget_if_empty(*place)
+        if request in self._place:
+            user, priority = self._place.pop(request)
+            user.paused[priority].remove(request)
+            self._forget_if_empty(user, priority)
 
     def victims(self) -> Iterator[R]:
         """Iterate over the paused requests, those whose turn comes last first."""
-        users = dict.fromkeys(user for user, _ in self._queues)
+        users = dict.fromkeys(user for user, _ in self._place.values())
         for user in sorted(users, key=_wake_ns, reverse=True):
             for priority in sorted(user.paused, reverse=True):
                 yield from reversed(user.paused[priority])
@@ -148,7 +143,7 @@ class Pauses(Generic[R]):
 
     def _forget_if_empty(self, user: User[R], priority: int) -> None:
         if not user.paused[priority]:
-            del user.paused[priority], self._queues[user, priority]
+            del user.paused[priority]
             if not user.paused:
                 user.wake_ns = None
 
