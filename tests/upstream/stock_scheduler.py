@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-from paths import TINY_LLAMA
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from paths import TINY_LLAMA
 
 BLOCK_SIZE = 16
 BLOCKS = 64

@@ -51,8 +51,7 @@ def limited_config(**changes: Any) -> VllmConfig:
 
 
 def test_only_the_parser_is_touched_until_a_flag_is_given() -> None:
-    """After `register()` every method that may be wrapped is vLLM's own object, but for the two
-    that deal with flags."""
+    """After `register()` only the two methods that deal with flags are not vLLM's own objects."""
     before = [vars(owner).get(name) for owner, name in wrapped_methods()]
     register()
     engine_args().create_engine_config()
@@ -101,7 +100,7 @@ def test_the_parser_has_three_more_flags_and_no_other_default() -> None:
 
 
 def test_registering_again_changes_nothing() -> None:
-    """vLLM may load plugins several times in a process."""
+    """Plugins may be loaded several times in a process: the second time has no effect."""
     register()
     once = vars(EngineArgs)["from_cli_args"]
     register()
@@ -153,7 +152,7 @@ def test_the_limits_survive_the_way_to_the_engine(
 
 
 def test_arguments_can_make_several_configurations() -> None:
-    """vLLM may ask the same arguments twice; both configurations have the limits."""
+    """The same arguments may be asked twice; both configurations have the limits."""
     args = engine_args(scheduler_cls=factory())
     for _ in range(2):
         assert args.create_engine_config().scheduler_config.scheduler_cls is args.scheduler_cls
@@ -254,7 +253,7 @@ def test_another_scheduler_class_is_refused_with_the_flags() -> None:
     """`--scheduler-cls` together with limits is refused: there can be one scheduler only."""
     args = engine_args(scheduler_cls="some.other.Scheduler")
     with pytest.raises(
-        ConfigError, match="--scheduler-cls some.other.Scheduler cannot be combined"
+        ConfigError, match=r"--scheduler-cls some\.other\.Scheduler cannot be combined"
     ):
         limit_engine_args(args, PacedSchedulerFactory(make_config({"default": 5}, "test")))
 
@@ -269,8 +268,8 @@ def test_another_scheduler_class_from_the_platform_is_refused() -> None:
 
 
 def test_auxiliary_outputs_are_refused() -> None:
-    """They need vLLM's second model runner, which no CPU has, so the finished configuration is
-    changed here."""
+    """A server with limits does not start with auxiliary outputs; the message says what to do."""
+    # They need vLLM's second model runner, which no CPU has: changed once the rest is built.
     config = engine_args().create_engine_config()
     config.aux_output_config.enable_return_routed_experts = True
     with pytest.raises(UnsupportedModeError) as error:

@@ -112,8 +112,7 @@ def test_a_missing_seam_stops_the_front_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_missing_seam_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With limits no scheduler is built on a vLLM that lacks a name: the engine checks for itself,
-    as it may run elsewhere."""
+    """With limits no scheduler is built on a vLLM that lacks a name, wherever the engine runs."""
     monkeypatch.delattr(scheduler_module.Scheduler, "_preempt_request")
     with pytest.raises(SeamError, match="_preempt_request is missing"):
         PacedSchedulerFactory(make_config({"default": 5}, "test"))()
@@ -289,7 +288,7 @@ def test_the_busy_loop_steps_through_the_wrapped_method(cls: str) -> None:
 
 
 def test_a_request_from_the_queue_is_handled_as_the_wait_does() -> None:
-    """vLLM takes a request from `input_queue` and unpacks it into `_handle_client_request`."""
+    """The loop takes a request from `input_queue` and unpacks it into `_handle_client_request`."""
     process = method(CORE, "EngineCoreProc", "_process_input_queue")
     handled = {ast.unparse(call) for call in calls(process, "self._handle_client_request")}
     assert handled == {"self._handle_client_request(*req)"}

@@ -1,4 +1,4 @@
-"""What this package takes from vLLM is listed, collides with nothing, and is never a copied body."""
+"""What this package takes from vLLM is listed, collides with nothing, and is no copied body."""
 
 import ast
 import inspect

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import vllm
 from packaging.version import Version
+
 from paths import upstream
 
 pytestmark = pytest.mark.timeout(900)
