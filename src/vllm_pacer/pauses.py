@@ -20,6 +20,8 @@ from vllm_pacer.limiter import Account, OutputRateLimiter
 
 R = TypeVar("R", bound=Hashable)
 
+_SMALL_HEAP = 64
+
 
 class User(Generic[R]):
     """A user with live requests; `paused` holds its paused ones by priority class."""
@@ -45,6 +47,7 @@ class Pauses(Generic[R]):
         self._place: dict[R, tuple[User[R], int]] = {}
         self._wake_ups: list[tuple[int, int, User[R]]] = []
         self._wake_up_count = 0
+        self._compact_above = _SMALL_HEAP
 
     def __len__(self) -> int:
         """Return the number of paused requests."""
@@ -102,8 +105,10 @@ class Pauses(Generic[R]):
             resumed += taken
             if user.paused:
                 # What was left for want of room is still there in the next step.
-                next_token = len(taken) + user.owed_tokens + 1 if len(taken) == tokens else 1
-                self._enqueue(user, self._limiter.account_ready_at_ns(user.account, next_token))
+                next_token = len(taken) + 1 if len(taken) == tokens else 1
+                ready_ns = self._limiter.account_ready_at_ns(user.account, next_token)
+                # What is owed and not taken in this step is for the paused in the next.
+                self._enqueue(user, max(ready_ns, now_ns + 1) if user.owed_tokens else ready_ns)
             else:
                 user.wake_ns = None
             user.owed_tokens = 0
@@ -151,6 +156,14 @@ class Pauses(Generic[R]):
         user.wake_ns = wake_ns
         self._wake_up_count += 1
         heapq.heappush(self._wake_ups, (wake_ns, self._wake_up_count, user))
+        if len(self._wake_ups) > self._compact_above:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Drop superseded wake-ups, which may lie far ahead, before they outnumber the others."""
+        self._wake_ups = [entry for entry in self._wake_ups if entry[2].wake_ns == entry[0]]
+        heapq.heapify(self._wake_ups)
+        self._compact_above = 2 * len(self._wake_ups) + _SMALL_HEAP
 
 
 def _wake_ns(user: User[R]) -> int:

@@ -30,7 +30,7 @@ class Model:
     paused: dict[Request, tuple[int, int]] = field(default_factory=dict)
     visible: list[Request] = field(default_factory=list)
     charged_in: list[int] = field(default_factory=list)
-    waits_for_ns: int | None = None  # a token after those that are owed
+    waits_for_ns: int | None = None  # the step after the one in which a token was kept
 
     def in_turn(self) -> list[Request]:
         """The paused requests: best class first, in it those that have waited longest."""
@@ -188,9 +188,8 @@ class PausesMachine(RuleBasedStateMachine):
         left = self.limiter.available(model.user.account)
         if requests or kept_for_others:
             model.waits_for_ns = None
-        if model.paused and kept_for_others and left == kept_for_others:
-            account = model.user.account
-            model.waits_for_ns = self.limiter.account_ready_at_ns(account, left + 1)
+        if model.paused and kept_for_others and left:
+            model.waits_for_ns = self.now_ns + 1
 
     @invariant()
     def nobody_is_lost_or_doubled(self) -> None:

@@ -125,20 +125,33 @@ def test_an_owed_token_is_left() -> None:
     assert engine.pauses.ready(engine.now_ns, ALL) == 1
     assert engine.resume() == ["a1"]
     engine.spend("a", 2)  # by a1 and by the one outside
+    engine.at(START_NS + 201 * MS)
+    assert engine.resume() == []
     assert engine.pauses.next_wake_ns() == START_NS + 300 * MS
     engine.at(START_NS + 300 * MS)
     assert engine.resume() == ["a2"]
 
 
 def test_the_only_token_is_owed() -> None:
-    """If the only token is owed nobody goes on, and the next look is at the token after it."""
+    """If the only token is owed nobody goes on; if it is not taken, it is for them a step later."""
     engine = Engine()
     engine.spend("a")
     engine.pause("a1")
     engine.user("a").owed_tokens = 1
     engine.at(START_NS + 100 * MS)
     assert engine.resume() == []
-    assert engine.pauses.next_wake_ns() == START_NS + 200 * MS
+    engine.at(START_NS + 101 * MS)
+    assert engine.resume() == ["a1"]
+
+
+def test_pausing_and_dropping_leaves_no_wake_ups_behind() -> None:
+    """Wake-ups that count no more, however far ahead, do not pile up."""
+    engine = Engine()
+    engine.spend("a")
+    for number in range(10_000):
+        engine.pauses.pause(number, engine.user("a"), 0, START_NS + 10**15 + number)
+        engine.pauses.drop(number)
+    assert len(engine.pauses._wake_ups) < 200
 
 
 def test_users_are_woken_in_the_order_of_their_tokens() -> None:

@@ -133,7 +133,9 @@ class PacedScheduler(Scheduler):
         if user is not None:
             account = user.account
             account.requests -= 1
-            if not account.requests:
+            if account.requests:
+                self._wake(user)  # the token it may have been resumed for is free
+            else:
                 del self._users[account.user]
         return super()._free_request(request, *args, **kwargs)
 
@@ -233,13 +235,16 @@ class PacedScheduler(Scheduler):
         wake_ns = pauses.next_wake_ns()
         if wake_ns is None or wake_ns > now_ns:
             return running + resumed
-        # More could run than may: those that have been visible longest make room.
+        # More could run than may: those that have been visible longest make room. A prefill needs
+        # no token yet and would wait for one here.
         running += resumed
         count = pauses.ready(now_ns, most=len(running))
-        for request in running[:count]:
+        yielding = [request for request in running if not _is_mid_prefill(request)][:count]
+        for request in yielding:
             user = self._user_of[request]
             pauses.pause(request, user, self._priority_class(request), now_ns)
-        return running[count:] + pauses.resume(now_ns, count)
+        stay = [request for request in running if request not in pauses]
+        return stay + pauses.resume(now_ns, len(yielding))
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -378,7 +383,10 @@ class PacedScheduler(Scheduler):
     def _on_refund(self, account: Account) -> None:
         user = self._users.get(account.user)
         if user is not None:
-            self._pauses.wake_by(user, self._limiter.account_ready_at_ns(account))
+            self._wake(user)
+
+    def _wake(self, user: User[Request]) -> None:
+        self._pauses.wake_by(user, self._limiter.account_ready_at_ns(user.account))
 
     def _write_snapshot(self, snapshot: SnapshotWriter) -> None:
         snapshot.write(
