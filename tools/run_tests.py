@@ -4,8 +4,8 @@
 
 ``check`` is what every commit has to pass: formatting, lint, types, the tests of the core. It
 needs no vLLM. ``all`` makes the whole test bed and adds the built wheel, and the levels that need
-vLLM on each supported version. Every level runs, whatever became of the one before; a level that failed makes
-the exit status 1.
+vLLM on each supported version. Every level runs, whatever became of the one before; a level that
+failed makes the exit status 1.
 """
 
 import argparse
