@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -65,6 +66,7 @@ class PacedScheduler(Scheduler):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._pacing = pacing
+        self._on_cpu = current_platform.is_cpu()
         self._clock = clock or MonotonicClock()
         self._snapshot = snapshot
         self._limiter = OutputRateLimiter(pacing.quotas().of)
@@ -264,7 +266,7 @@ class PacedScheduler(Scheduler):
             return num_new_tokens
         self._spent[user] = None
         self._refused[request] = None
-        if not self.scheduler_config.enable_chunked_prefill:
+        if not self._can_split_prefill(request):
             return 0
         last_unsampled = num_tokens - max(1, self.num_prefill_lookahead)
         return max(last_unsampled - num_computed_tokens, 0)
@@ -287,10 +289,7 @@ class PacedScheduler(Scheduler):
 
     def _can_prefill_without_quota(self, request: Request) -> bool:
         """Whether some of the request's prompt can be computed, and fits, before it samples."""
-        if (
-            not self.scheduler_config.enable_chunked_prefill
-            or request.status == RequestStatus.PREEMPTED
-        ):
+        if request.status == RequestStatus.PREEMPTED or not self._can_split_prefill(request):
             return False
         computed_tokens = request.num_computed_tokens
         if not computed_tokens:
@@ -301,6 +300,12 @@ class PacedScheduler(Scheduler):
         kv_cache = self.kv_cache_manager
         blocks = -(-request.num_tokens // self.block_size) + kv_cache.watermark_blocks
         return blocks <= kv_cache.block_pool.get_num_free_blocks()
+
+    def _can_split_prefill(self, request: Request) -> bool:
+        # A chunk that does not sample makes the worker take back a seeded request's random draw,
+        # which PyTorch's generators on the CPU cannot do.
+        is_seeded = request.sampling_params.seed is not None
+        return self.scheduler_config.enable_chunked_prefill and not (is_seeded and self._on_cpu)
 
     # --- KV blocks --------------------------------------------------------------------------
 
