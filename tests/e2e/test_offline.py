@@ -26,6 +26,9 @@ def results(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> dict
         for engine, multiprocessing in ENGINES.items():
             variables = environment(vllm_version, "sync")
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = multiprocessing
+            if multiprocessing == "0":
+                # In one process vLLM does not bind its threads, and they spin for each other.
+                variables["OMP_NUM_THREADS"] = "1"
             with (folder / engine).open("wb") as output:
                 processes[engine] = subprocess.Popen(
                     [sys.executable, str(SCRIPT), str(TINY_LLAMA)],
