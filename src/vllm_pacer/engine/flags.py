@@ -88,7 +88,7 @@ def _checked(text: str, *flags: str | None) -> str:
         config_from_flags(*flags)
     except ConfigError as error:
         message = str(error).partition(": ")[2] or str(error)
-        raise argparse.ArgumentTypeError(message.replace("%", "%%")) from None
+        raise argparse.ArgumentTypeError(message) from None
     return text
 
 

@@ -81,7 +81,8 @@ class _Counters(Collector):
     def _metrics(self, snapshot: Snapshot) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "vllm_pacer:paused_requests",
-            "Resident requests that were not computed in the last step for want of quota.",
+            "Resident requests that sat out the last step: their users were over quota, or more "
+            "could run than --max-num-active-seqs allows.",
             value=snapshot.paused_requests,
         )
         yield CounterMetricFamily(

@@ -41,6 +41,9 @@ from vllm_pacer.pauses import Pauses, User
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
+_STEPS_WITHOUT_KEEPING = 8
+"""After positions were kept for waiting requests in vain, for want of blocks say, none are kept."""
+
 
 class PacedScheduler(Scheduler):
     """vLLM's scheduler with a quota of output tokens per user.
@@ -88,6 +91,8 @@ class PacedScheduler(Scheduler):
         self._spent: dict[User[Request], None] = {}
         self._evicted: list[Request] = []
         self._is_hiding = False
+        self._kept = 0  # positions left to waiting requests
+        self._keep_none_before = 0
         self._busy_since_ns: int | None = None
         self._other_waits = False
         self._skipped_until_ns: int | None = None
@@ -233,20 +238,32 @@ class PacedScheduler(Scheduler):
     def _resume(self, running: list[Request], now_ns: int) -> list[Request]:
         """Let those go on whose users have quota again, within the limit of active requests."""
         pauses = self._pauses
-        resumed = pauses.resume(now_ns, self._active_limit - len(running))
+        room = self._active_limit - len(running)
+        self._kept = self._positions_for_waiting(room, len(running))
+        resumed = pauses.resume(now_ns, room - self._kept)
         wake_ns = pauses.next_wake_ns()
         if wake_ns is None or wake_ns > now_ns:
             return running + resumed
-        # More could run than may: those that have been visible longest make room. A prefill needs
-        # no token yet and would wait for one here.
-        running += resumed
+        # More could run than may: those that have been visible longest make room, not those that
+        # have just come. A prefill needs no token yet and would wait for one here.
         count = pauses.ready(now_ns, most=len(running))
-        yielding = [request for request in running if not _is_mid_prefill(request)][:count]
-        for request in yielding:
+        for request in [each for each in running if not _is_mid_prefill(each)][:count]:
             user = self._user_of[request]
             pauses.pause(request, user, self._priority_class(request), now_ns)
-        stay = [request for request in running if request not in pauses]
-        return stay + pauses.resume(now_ns, len(yielding))
+        stay = [request for request in running if request not in pauses] + resumed
+        return stay + pauses.resume(now_ns, self._active_limit - self._kept - len(stay))
+
+    def _positions_for_waiting(self, room: int, visible: int) -> int:
+        """Return how many of the free positions to leave to waiting requests: half of them.
+
+        Paused residents whose users have quota again would otherwise take every position, and
+        nobody new would be admitted while slots are free.
+        """
+        slots = self.max_num_running_reqs - len(self._pauses) - visible
+        step = self._step.number
+        if not self.waiting or step < self._keep_none_before:
+            return 0
+        return max(0, min(len(self.waiting), slots, (room + step % 2) // 2))
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -275,12 +292,10 @@ class PacedScheduler(Scheduler):
         if not super()._handle_blocked_waiting_request(request):
             self._other_waits = True
             return False
-        user = self._user_of.get(request)
-        if user is None or self._limiter.available(user.account):
-            return True
-        if self._can_prefill_without_quota(request):
+        if self._has_quota(request) or self._can_prefill_without_quota(request):
             return True
         # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
+        user = self._user_of[request]
         user.owed_tokens = 1
         ready_ns = self._limiter.account_ready_at_ns(user.account)
         if self._skipped_until_ns is None or ready_ns < self._skipped_until_ns:
@@ -329,7 +344,7 @@ class PacedScheduler(Scheduler):
     def _paused_victim(self, request: Request) -> Request | None:
         """Return the paused request that gives way to `request`, if one does."""
         is_running = request.status == RequestStatus.RUNNING
-        if not is_running and request.request_id not in self._charges:
+        if not is_running and not self._has_quota(request):
             return None  # it would only be paused in the other's place
         worst_class = self._priority_class(request)
         if is_running:
@@ -338,10 +353,16 @@ class PacedScheduler(Scheduler):
             if (
                 self._priority_class(victim) >= worst_class
                 and self._request_blocks_can_be_freed(victim)
-                and (is_running or not self._limiter.available(self._user_of[victim].account))
+                and (is_running or not self._has_quota(victim))
             ):
                 return victim
         return None
+
+    def _has_quota(self, request: Request) -> bool:
+        if request.request_id in self._charges:
+            return True
+        user = self._user_of.get(request)
+        return user is None or self._limiter.available(user.account) > 0
 
     def _priority_class(self, request: Request) -> int:
         return request.priority if self.policy == SchedulingPolicy.PRIORITY else 0
@@ -350,6 +371,10 @@ class PacedScheduler(Scheduler):
 
     def _book(self, output: SchedulerOutput, now_ns: int) -> None:
         step = self._step
+        if self._kept:
+            self._kept = 0
+            if not (output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids):
+                self._keep_none_before = step.number + _STEPS_WITHOUT_KEEPING
         self._ledger.dispatch(step, output.num_scheduled_tokens, now_ns)
         if step.charges:
             self._dispatched[id(output)] = output, step

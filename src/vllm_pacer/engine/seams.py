@@ -51,8 +51,8 @@ class Seam:
         try:
             found: Any = import_module(self.module)
             for part in self.name.split("."):
-                found = inspect.getattr_static(found, part)
-        except (ImportError, AttributeError):
+                found = vars(found)[part]  # not inherited: it is called and wrapped in its owner
+        except (ImportError, KeyError):
             return f"{self.full_name} is missing"
         function = inspect.unwrap(getattr(found, "__func__", found))
         signature = ", ".join(inspect.signature(function).parameters)
@@ -183,7 +183,7 @@ SCHEDULER_ATTRIBUTES = (
     "scheduler_config",
     "waiting",
 )
-"""Attributes that `Scheduler.__init__` sets."""
+"""What `Scheduler.__init__` sets; checked when the scheduler is built."""
 
 REQUEST_ATTRIBUTES = (
     "num_computed_tokens",
@@ -194,7 +194,26 @@ REQUEST_ATTRIBUTES = (
     "sampling_params",
     "status",
 )
-"""Attributes of a `Request`."""
+KV_CACHE_MANAGER_ATTRIBUTES = ("block_pool", "watermark_blocks")
+REQUEST_QUEUE_ATTRIBUTES = ("prepend_request", "remove_request")
+SAMPLING_PARAMS_ATTRIBUTES = ("extra_args", "seed")
+SCHEDULER_OUTPUT_ATTRIBUTES = (
+    "num_scheduled_tokens",
+    "scheduled_cached_reqs",
+    "scheduled_new_reqs",
+    "total_num_scheduled_tokens",
+)
+CACHED_REQUEST_DATA_ATTRIBUTES = ("resumed_req_ids",)
+ENGINE_CORE_OUTPUTS_ATTRIBUTES = ("outputs",)
+ENGINE_CORE_OUTPUT_ATTRIBUTES = ("new_token_ids", "request_id")
+ENGINE_CORE_ATTRIBUTES = ("input_queue", "scheduler", "vllm_config")
+INPROC_CLIENT_ATTRIBUTES = ("engine_core",)
+VLLM_CONFIG_ATTRIBUTES = ("parallel_config", "scheduler_config")
+PARALLEL_CONFIG_ATTRIBUTES = ("data_parallel_size",)
+SCHEDULER_CONFIG_ATTRIBUTES = ("async_scheduling", "enable_chunked_prefill", "scheduler_cls")
+REQUEST_STATUS_ATTRIBUTES = ("FINISHED_ABORTED", "PREEMPTED", "RUNNING")
+SCHEDULING_POLICY_ATTRIBUTES = ("PRIORITY",)
+PLATFORM_ATTRIBUTES = ("is_cpu",)
 
 
 def check_seams() -> None:
