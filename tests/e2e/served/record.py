@@ -28,7 +28,8 @@ class Record:
             file.seek(position)
             text = file.read()
         complete, _, _ = text.rpartition(b"\n")
-        return Excerpt([json.loads(line) for line in complete.splitlines()])
+        lines = map(json.loads, complete.splitlines())
+        return Excerpt([line for line in lines if not _says_nothing(line)])
 
     def settled_since(self, position: int) -> "Excerpt":
         """Return all lines from a position on, once the engine has nothing left to do."""
@@ -43,6 +44,11 @@ class Record:
         with self.path.open("rb") as file:
             line: Line = json.loads(file.readline())
         return line
+
+
+def _says_nothing(line: Line) -> bool:
+    """Whether it is the result of a step without requests, or the abort of one that is gone."""
+    return line.get("output_of", 0) is None or line.get("aborted") == []
 
 
 class Excerpt:
