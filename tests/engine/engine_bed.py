@@ -14,7 +14,7 @@ here tests the laws too:
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -31,7 +31,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -91,6 +91,7 @@ class _Context:
     prompt_tokens: int
     tokens: int  # prompt and all that was sampled, in flight or not
     computed: int
+    blocks: list[int]
 
 
 class Worker:
@@ -98,12 +99,13 @@ class Worker:
 
     It decides by itself which requests sample, from nothing but the scheduler's outputs, and fails
     where a real runner would go wrong: a request it does not know, a position skipped or computed
-    again, a history that it was not given.
+    again, a position without a KV block, a history that it needs and was not given.
     """
 
-    def __init__(self, scripts: Mapping[str, Script], max_num_seqs: int) -> None:
+    def __init__(self, scripts: Mapping[str, Script], max_num_seqs: int, block_size: int) -> None:
         self._scripts = scripts
         self._max_num_seqs = max_num_seqs
+        self._block_size = block_size
         self._contexts: dict[str, _Context] = {}
         self._resident: set[str] = set()
         self._last_step: set[str] = set()
@@ -114,24 +116,18 @@ class Worker:
         """The requests that hold a slot."""
         return frozenset(self._resident)
 
+    def blocks(self, request_id: str) -> list[int]:
+        """Return the KV blocks that a request was given."""
+        return self._contexts[request_id].blocks
+
     def run(self, output: SchedulerOutput) -> dict[str, int]:
         """Compute a step and return the sampled token of each request that sampled."""
-        self._release(output.finished_req_ids | (output.preempted_req_ids or set()))
+        self._resident -= output.finished_req_ids | (output.preempted_req_ids or set())
         for new in output.scheduled_new_reqs:
             known = new.prefill_token_ids or new.prompt_token_ids or []
-            self._admit(new.req_id, len(known), new.num_computed_tokens)
-            self._contexts[new.req_id].prompt_tokens = new.prompt_len
-        cached = output.scheduled_cached_reqs
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            history = cached.all_token_ids.get(request_id)
-            if request_id in cached.resumed_req_ids:
-                assert history is not None, f"{request_id} resumes without its history"
-                self._admit(request_id, len(history), computed)
-            else:
-                context = self._contexts[request_id]
-                assert request_id in self._resident, f"{request_id} has no slot"
-                assert computed == context.computed, f"{request_id} does not go on where it was"
-                assert self.is_v2 or history is not None or request_id in self._last_step
+            self._admit(new.req_id, new.prompt_len, len(known), new.num_computed_tokens)
+            self._contexts[new.req_id].blocks = list(new.block_ids[0])
+        self._go_on(output.scheduled_cached_reqs)
         self._last_step = set(output.num_scheduled_tokens)
         return {
             request_id: token
@@ -139,20 +135,35 @@ class Worker:
             if (token := self._compute(request_id, count)) is not None
         }
 
-    def _release(self, request_ids: Iterable[str]) -> None:
-        self._resident.difference_update(request_ids)
+    def _go_on(self, cached: CachedRequestData) -> None:
+        for request_id, computed, new_blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            context = self._contexts[request_id]
+            history = cached.all_token_ids.get(request_id)
+            if request_id in cached.resumed_req_ids:
+                assert history is not None, f"{request_id} resumes without its history"
+                self._admit(request_id, context.prompt_tokens, len(history), computed)
+                context = self._contexts[request_id]
+            assert request_id in self._resident, f"{request_id} has no slot"
+            assert computed == context.computed, f"{request_id} does not go on where it was"
+            if not self.is_v2 and request_id not in self._last_step:
+                # The first model runner forgets what it sampled for those that sit out a step.
+                assert history is not None, f"{request_id} is not given its history"
+                assert len(history) == context.tokens, f"the history of {request_id} has a gap"
+            context.blocks += new_blocks[0] if new_blocks else []
 
-    def _admit(self, request_id: str, tokens: int, computed: int) -> None:
+    def _admit(self, request_id: str, prompt_tokens: int, tokens: int, computed: int) -> None:
         self._resident.discard(request_id)
         assert len(self._resident) < self._max_num_seqs, "no free slot"
         self._resident.add(request_id)
-        context = self._contexts.setdefault(request_id, _Context(0, 0, 0))
-        context.tokens, context.computed = tokens, computed
+        self._contexts[request_id] = _Context(prompt_tokens, tokens, computed, [])
 
     def _compute(self, request_id: str, count: int) -> int | None:
         context = self._contexts[request_id]
         context.computed += count
         assert context.computed <= context.tokens, f"{request_id} computes what is not there"
+        assert context.computed <= len(context.blocks) * self._block_size, "no block to write to"
         if context.computed < context.tokens:
             return None
         token = self._scripts[request_id].token(context.tokens - context.prompt_tokens)
@@ -260,6 +271,7 @@ class Bed:
         rates: Tokens per second by user; the rest has no limit.
         is_async: Whether steps overlap, at depth 2.
         paced: Whether the scheduler is ours or vLLM's own.
+        scheduler_cls: What builds our scheduler, if not the class itself on the bed's clock.
 
     """
 
@@ -280,6 +292,7 @@ class Bed:
         policy: str = "fcfs",
         chunked_prefill: bool = True,
         v2_model_runner: bool = False,
+        scheduler_cls: Any = None,
     ) -> None:
         self.clock = FakeClock()
         self.pacing = PacerConfig(
@@ -311,7 +324,7 @@ class Bed:
         # vLLM's CPU platform switches it off, whatever was asked for.
         config.scheduler_config.async_scheduling = is_async
         if paced:
-            config.scheduler_config.scheduler_cls = partial(  # type: ignore[assignment]
+            config.scheduler_config.scheduler_cls = scheduler_cls or partial(
                 PacedAsyncScheduler if is_async else PacedScheduler,
                 pacing=self.pacing,
                 clock=self.clock,
@@ -323,7 +336,7 @@ class Bed:
             "BedExecutor",
             (ScriptedExecutor,),
             {
-                "worker": Worker(self.scripts, max_num_seqs),
+                "worker": Worker(self.scripts, max_num_seqs, block_size),
                 "clock": self.clock,
                 "step_ns": step_ms * NS_PER_MS,
                 "block_size": block_size,
@@ -564,6 +577,8 @@ class Bed:
         assert len(running) == len(residents), "a resident is missing or there twice"
         assert set(running) == residents
         assert len(running) <= self.max_num_seqs
+        for each in self.residents():
+            assert self.blocks(each) == self.executor.worker.blocks(each), f"{each} lost its KV"
         if not self._paced:
             return
         pauses = scheduler._pauses
@@ -600,12 +615,10 @@ class Bed:
         scheduler.update_from_output(scheduler.schedule(), EMPTY_MODEL_RUNNER_OUTPUT)
         assert not scheduler._users
         assert not scheduler._user_of
-        assert len(scheduler._pauses) == 0
-        assert not scheduler._pauses._queues
         assert scheduler._pauses.next_wake_ns() is None
-        assert not scheduler._pauses._wake_ups
+        assert _held_by(scheduler._pauses) == {}
+        assert _held_by(scheduler._ledger) == {}
         assert not scheduler._dispatched
-        assert not scheduler._ledger._in_flight
         assert not scheduler._limiter._open_steps
         assert scheduler._steps_in_flight == 0
         assert not scheduler._spent
@@ -627,6 +640,12 @@ class Bed:
     def dispatched_ms(self, user: str) -> list[float]:
         """Do the same in milliseconds."""
         return [each / NS_PER_MS for each in self.dispatched_ns(user)]
+
+
+def _held_by(bookkeeper: object) -> dict[str, Any]:
+    """Return what its containers still hold."""
+    held = vars(bookkeeper).items()
+    return {name: each for name, each in held if isinstance(each, Collection) and len(each)}
 
 
 def sampling_params(user: str | None, max_tokens: int, **kwargs: Any) -> SamplingParams:

@@ -8,10 +8,12 @@ import random
 
 import pytest
 from engine_bed import EOS, STOP, Bed, sampling_params
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.request import Request
 
 FAR_AWAY = 1_000_000
 
@@ -161,6 +163,18 @@ def test_several_answers_cost_their_sum(is_async: bool) -> None:
     assert bed.books.charged("a") == 18
     bed.check_window_bound()
     bed.check_empty()
+
+
+def test_pooling_request_is_nobodys(is_async: bool) -> None:
+    """A request that samples nothing is computed without a user and without a charge."""
+    bed = Bed(default_rate=1, is_async=is_async)
+    for index in range(5):
+        pooling = Request(f"pooling-{index}", [1, 2, 3], None, PoolingParams())
+        bed.scheduler.add_request(pooling)
+    output = bed.scheduler.schedule()
+    assert len(output.num_scheduled_tokens) == 5
+    assert not bed.books.taken
+    assert not bed.scheduler._users
 
 
 def test_engine_pause_holds_the_quota_too(is_async: bool) -> None:
