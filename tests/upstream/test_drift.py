@@ -6,6 +6,7 @@ real scheduler are there for that.
 """
 
 import ast
+import inspect
 from typing import Any
 
 import pytest
@@ -23,9 +24,17 @@ from upstream_source import (
     statements_before,
 )
 from vllm.config import SchedulerConfig
+from vllm.platforms import current_platform
 from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.request import RequestStatus
 
 from vllm_pacer.config import make_config
+from vllm_pacer.engine import seams
 from vllm_pacer.engine.factory import PacedSchedulerFactory
 from vllm_pacer.engine.flags import install_engine_config
 from vllm_pacer.engine.seams import (
@@ -128,6 +137,48 @@ def test_scheduler_attribute_is_there(name: str) -> None:
 def test_request_attribute_is_there(name: str) -> None:
     """A request of vLLM's own has the attribute."""
     assert hasattr(new_request(), name)
+
+
+def _owners() -> dict[str, object]:
+    """Return for each table of attributes an object that has them, or its class."""
+    scheduler = new_scheduler()
+    return {
+        "KV_CACHE_MANAGER": scheduler.kv_cache_manager,
+        "REQUEST_QUEUE": scheduler.waiting,
+        "SAMPLING_PARAMS": new_request().sampling_params,
+        "SCHEDULER_OUTPUT": SchedulerOutput.make_empty(),
+        "CACHED_REQUEST_DATA": CachedRequestData.make_empty(),
+        "ENGINE_CORE_OUTPUTS": EngineCoreOutputs(),
+        "ENGINE_CORE_OUTPUT": EngineCoreOutput("id", []),
+        "VLLM_CONFIG": scheduler.vllm_config,
+        "PARALLEL_CONFIG": scheduler.vllm_config.parallel_config,
+        "SCHEDULER_CONFIG": scheduler.scheduler_config,
+        "REQUEST_STATUS": RequestStatus,
+        "SCHEDULING_POLICY": SchedulingPolicy,
+        "PLATFORM": current_platform,
+    }
+
+
+def test_other_attributes_are_there() -> None:
+    """vLLM's own objects have every attribute in the tables."""
+    missing = [
+        f"{table}: {name}"
+        for table, owner in _owners().items()
+        for name in getattr(seams, f"{table}_ATTRIBUTES")
+        if not hasattr(owner, name)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("owner", "table"),
+    [(EngineCoreProc, "ENGINE_CORE"), (InprocClient, "INPROC_CLIENT")],
+)
+def test_engine_attributes_are_set(owner: type, table: str) -> None:
+    """vLLM's engine sets the attributes when it is built, by its source."""
+    source = "".join(map(inspect.getsource, owner.__mro__[:-1]))
+    for name in getattr(seams, f"{table}_ATTRIBUTES"):
+        assert f"self.{name} = " in source or f"self.{name}: " in source
 
 
 @pytest.mark.parametrize("name", SCHEDULER_ATTRIBUTES)
