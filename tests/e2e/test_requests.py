@@ -56,6 +56,22 @@ def test_bad_user_is_refused(roomy: Server, route: str, user: object) -> None:
     assert not roomy.record.since(start).user_of
 
 
+def test_seeded_requests_over_quota_are_answered(roomy: Server) -> None:
+    """A seed does not break a prefill that has to wait for quota."""
+
+    async def run() -> list[Answer]:
+        async with Client(roomy.url) as client:
+            calls = (
+                client.complete("four-streams", "Hi", 3, seed=number, temperature=1)
+                for number in range(8)
+            )
+            return await asyncio.gather(*calls)
+
+    answers = asyncio.run(run())
+    assert [answer.status for answer in answers] == [200] * 8
+    assert all(answer.finish_reason for answer in answers)
+
+
 def test_longest_user_is_accepted(roomy: Server) -> None:
     """256 characters are allowed."""
     route = "/v1/completions"
