@@ -81,16 +81,20 @@ class Pauses(Generic[R]):
 
     def ready(self, now_ns: int, most: int) -> int:
         """Return how many paused requests could go on now, counted no further than `most`."""
-        wake_ns = self.next_wake_ns()
-        if wake_ns is None or wake_ns > now_ns:
-            return 0
-        due = {user for at, _, user in self._wake_ups if at <= now_ns and user.wake_ns == at}
+        due: dict[User[R], tuple[int, int, User[R]]] = {}
         count = 0
-        for user in due:
-            count += min(self._tokens(user), sum(map(len, user.paused.values())))
-            if count >= most:
-                return most
-        return count
+        while count < most:
+            wake_ns = self.next_wake_ns()
+            if wake_ns is None or wake_ns > now_ns:
+                break
+            entry = heapq.heappop(self._wake_ups)
+            user = entry[2]
+            if user not in due:
+                due[user] = entry
+                count += min(self._tokens(user), sum(map(len, user.paused.values())))
+        for entry in due.values():
+            heapq.heappush(self._wake_ups, entry)
+        return min(count, most)
 
     def resume(self, now_ns: int, room: int) -> list[R]:
         """Take out up to `room` requests that can go on now and return them."""

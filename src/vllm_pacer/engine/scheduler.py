@@ -239,31 +239,35 @@ class PacedScheduler(Scheduler):
         """Let those go on whose users have quota again, within the limit of active requests."""
         pauses = self._pauses
         room = self._active_limit - len(running)
-        self._kept = self._positions_for_waiting(room, len(running))
-        resumed = pauses.resume(now_ns, room - self._kept)
-        wake_ns = pauses.next_wake_ns()
-        if wake_ns is None or wake_ns > now_ns:
-            return running + resumed
-        # More could run than may: those that have been visible longest make room, not those that
-        # have just come. A prefill needs no token yet and would wait for one here.
-        count = pauses.ready(now_ns, most=len(running))
-        for request in [each for each in running if not _is_mid_prefill(each)][:count]:
+        ready = pauses.ready(now_ns, most=self._active_limit)
+        if not ready:
+            return running + pauses.resume(now_ns, room)  # looks at users that were woken in vain
+        if ready > room:
+            # More could run than may: those that have been visible longest make room. A prefill
+            # needs no token yet and would wait for one here.
+            may_yield = [request for request in running if not _is_mid_prefill(request)]
+        else:
+            may_yield = []
+        moving = room + min(max(ready - room, 0), len(may_yield))
+        self._kept = self._positions_for_waiting(moving, len(running))
+        for request in may_yield[: max(ready + self._kept - room, 0)]:
             user = self._user_of[request]
             pauses.pause(request, user, self._priority_class(request), now_ns)
-        stay = [request for request in running if request not in pauses] + resumed
-        return stay + pauses.resume(now_ns, self._active_limit - self._kept - len(stay))
+        if may_yield:
+            running = [request for request in running if request not in pauses]
+        return running + pauses.resume(now_ns, self._active_limit - self._kept - len(running))
 
-    def _positions_for_waiting(self, room: int, visible: int) -> int:
-        """Return how many of the free positions to leave to waiting requests: half of them.
+    def _positions_for_waiting(self, moving: int, visible: int) -> int:
+        """Return how many of the `moving` positions to leave to waiting requests: half of them.
 
-        Paused residents whose users have quota again would otherwise take every position, and
-        nobody new would be admitted while slots are free.
+        Residents that are ready would otherwise pass all positions on among themselves, and nobody
+        new would be admitted while slots are free.
         """
         slots = self.max_num_running_reqs - len(self._pauses) - visible
         step = self._step.number
         if not self.waiting or step < self._keep_none_before:
             return 0
-        return max(0, min(len(self.waiting), slots, (room + step % 2) // 2))
+        return max(0, min(len(self.waiting), slots, (moving + step % 2) // 2))
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
