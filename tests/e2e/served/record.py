@@ -84,14 +84,11 @@ class Excerpt:
 
     @cached_property
     def is_settled(self) -> bool:
-        """Whether every request has ended, and a last step has found nothing to do."""
+        """Whether every request has ended, and every step's result is processed."""
         finished = {each for output in self.outputs for each in output["finished"]}
         computed = {step["step"] for step in self.steps if step["computed"]}
-        return (
-            self.user_of.keys() <= finished | self.aborted
-            and computed <= {output["output_of"] for output in self.outputs}
-            and (not self.lines or "step" in self.lines[-1])
-        )
+        processed = {output["output_of"] for output in self.outputs}
+        return self.user_of.keys() <= finished | self.aborted and computed <= processed
 
     @cached_property
     def emitted_by_request(self) -> Counter[str]:
