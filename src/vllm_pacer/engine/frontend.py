@@ -1,12 +1,12 @@
 """What the process that takes requests does: checks names, refuses beam search, shows counters."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -22,12 +22,10 @@ from vllm_pacer.engine.snapshot import Snapshot, read_snapshot
 def install_frontend(snapshot_path: Path | None) -> None:
     """Install the checks, and the counters if there is a snapshot to read them from."""
     wrap(InputProcessor, "_validate_params", _validate_params)
-    wrap(BeamSearchOnlineMixin, "beam_search", _refuse_beam_search_online)
+    wrap(BeamSearchOnlineMixin, "beam_search", _refuse_beam_search)
     wrap(BeamSearchOfflineMixin, "beam_search", _refuse_beam_search)
     if snapshot_path is not None:
-        from vllm.entrypoints.serve.instrumentator import metrics
-
-        wrap(metrics, "get_prometheus_registry", partial(_registry_with_counters, snapshot_path))
+        _COUNTERS.show(snapshot_path)
 
 
 def _validate_params(
@@ -53,29 +51,30 @@ def _refuse_beam_search(*_: Any, **__: Any) -> Any:
     )
 
 
-async def _refuse_beam_search_online(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
-    _refuse_beam_search()
-    yield
-
-
-def _registry_with_counters(
-    snapshot_path: Path, get_registry: Callable[[], CollectorRegistry]
-) -> CollectorRegistry:
-    registry = get_registry()
-    registry.register(_Counters(snapshot_path))
-    return registry
-
-
 class _Counters(Collector):
     """Reads the engine's counters when the server is scraped."""
 
-    def __init__(self, snapshot_path: Path) -> None:
+    def __init__(self) -> None:
+        self._snapshot_path: Path | None = None
+
+    def show(self, snapshot_path: Path) -> None:
+        """Show the counters of one engine from now on."""
+        if self._snapshot_path is None:
+            REGISTRY.register(self)
+            # Where there are several API servers, each scrape builds a registry of its own.
+            wrap(MultiProcessCollector, "collect", self._collect_with_counters)
         self._snapshot_path = snapshot_path
+
+    def _collect_with_counters(
+        self, collect: Callable[[Any], Iterable[Metric]], collector: MultiProcessCollector
+    ) -> Iterable[Metric]:
+        return [*collect(collector), *self.collect()]
 
     def describe(self) -> Iterator[Metric]:
         return self._metrics(Snapshot(0, 0, 0))
 
     def collect(self) -> Iterator[Metric]:
+        assert self._snapshot_path is not None
         return self._metrics(read_snapshot(self._snapshot_path))
 
     def _metrics(self, snapshot: Snapshot) -> Iterator[Metric]:
@@ -95,3 +94,6 @@ class _Counters(Collector):
             "Output tokens charged and given back because they were not emitted.",
             value=snapshot.refunded_tokens,
         )
+
+
+_COUNTERS = _Counters()

@@ -10,12 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import InprocClient
 
 from vllm_pacer.clock import NS_PER_SECOND
 from vllm_pacer.engine.patches import wrap
 from vllm_pacer.engine.scheduler import PacedScheduler
+
+try:
+    from vllm.utils.watch_dog import get_watch_dog
+except ImportError:  # before vLLM 0.33
+    get_watch_dog = None
 
 LONGEST_WAIT_NS = 50_000_000
 
@@ -28,21 +34,27 @@ def install_idle_wait() -> None:
 
 def _step_after_wait(step: Callable[[Any], bool], engine: EngineCoreProc) -> bool:
     wait_ns = _wait_ns(engine)
-    if wait_ns > 0:
-        try:
-            request = engine.input_queue.get(timeout=wait_ns / NS_PER_SECOND)
-        except queue.Empty:
-            pass
-        else:
-            engine._handle_client_request(*request)
-            return False
-    return step(engine)
+    if wait_ns <= 0:
+        return step(engine)
+    try:
+        request = engine.input_queue.get(timeout=wait_ns / NS_PER_SECOND)
+    except queue.Empty:
+        # An empty step would be sent to the workers too, which spin for a while after each.
+        if _wait_ns(engine) <= 0:
+            return step(engine)
+        if get_watch_dog is not None:
+            get_watch_dog().feed()
+    else:
+        engine._handle_client_request(*request)
+    return False
 
 
 def _output_after_wait(get_output: Callable[[Any], Any], client: InprocClient) -> Any:
     wait_ns = _wait_ns(client.engine_core)
     if wait_ns > 0:
         time.sleep(wait_ns / NS_PER_SECOND)
+        if _wait_ns(client.engine_core) > 0:
+            return EngineCoreOutputs()
     return get_output(client)
 
 

@@ -412,6 +412,8 @@ class PacedScheduler(Scheduler):
                     for each in client_outputs.outputs
                 }
                 self._ledger.settle(step, emitted, self._clock.now_ns())
+                if self._snapshot is not None:
+                    self._write_snapshot(self._snapshot)
         return outputs
 
     def _on_refund(self, account: Account) -> None:

@@ -162,12 +162,6 @@ SEAMS = (
     ),
     Seam(f"{_BEAM}.online", "BeamSearchOnlineMixin.beam_search", (), "refusing beam search"),
     Seam(f"{_BEAM}.offline", "BeamSearchOfflineMixin.beam_search", (), "refusing beam search"),
-    Seam(
-        "vllm.entrypoints.serve.instrumentator.metrics",
-        "get_prometheus_registry",
-        ("",),
-        "the counters in /metrics",
-    ),
 )
 
 SCHEDULER_ATTRIBUTES = (
