@@ -162,6 +162,12 @@ SEAMS = (
     ),
     Seam(f"{_BEAM}.online", "BeamSearchOnlineMixin.beam_search", (), "refusing beam search"),
     Seam(f"{_BEAM}.offline", "BeamSearchOfflineMixin.beam_search", (), "refusing beam search"),
+    Seam(
+        "prometheus_client.multiprocess",
+        "MultiProcessCollector.collect",
+        ("self",),
+        "the counters in /metrics with several API servers",
+    ),
 )
 
 SCHEDULER_ATTRIBUTES = (
@@ -208,6 +214,7 @@ SCHEDULER_CONFIG_ATTRIBUTES = ("async_scheduling", "enable_chunked_prefill", "sc
 REQUEST_STATUS_ATTRIBUTES = ("FINISHED_ABORTED", "PREEMPTED", "RUNNING")
 SCHEDULING_POLICY_ATTRIBUTES = ("PRIORITY",)
 PLATFORM_ATTRIBUTES = ("is_cpu",)
+WATCH_DOG_ATTRIBUTES = ("feed",)  # since 0.33
 
 
 def check_seams() -> None:
