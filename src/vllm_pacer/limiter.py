@@ -38,8 +38,8 @@ _CHECKS_PER_NEW_USER = 2
 class Account:
     """One user's state. Made and changed by `OutputRateLimiter` alone; others hold references."""
 
-    __slots__ = ("_burst", "_increment", "_scale", "horizon", "open_charges", "requests", "step",
-                 "tat", "user")  # fmt: skip
+    __slots__ = ("_burst", "_increment", "_scale", "earlier", "horizon", "lowest", "requests",
+                 "step", "tat", "user")  # fmt: skip
 
     def __init__(self, user: str, quota: Quota | None) -> None:
         self.user = user
@@ -47,7 +47,8 @@ class Account:
         self.tat = 0
         self.horizon = 0  # now + burst in the step below
         self.step = -1  # the last step in which the user asked for a token
-        self.open_charges: list[list[int]] = []  # [step, lowest level seen since], oldest first
+        self.lowest = _NOT_OBSERVED  # the lowest level seen since that step's charges
+        self.earlier: tuple[tuple[int, int], ...] = ()  # the same for earlier steps, oldest first
         self._scale = quota.tokens_per_second.numerator if quota else 1
         self._increment = quota.tokens_per_second.denominator * NS_PER_SECOND if quota else 0
         self._burst = quota.burst_ns * self._scale if quota else 0
@@ -140,16 +141,20 @@ class OutputRateLimiter:
 
     def give_back(self, account: Account, step: int, now_ns: int, tokens: int = 1) -> None:
         """Do what `refund` does for an account already at hand."""
-        charges = account.open_charges
-        if step not in self._open_steps or all(charge[0] != step for charge in charges):
+        level = max(account.tat - now_ns * account._scale, 0)
+        seen = {
+            at: _lower(lowest, level)
+            for at, lowest in (*account.earlier, (account.step, account.lowest))
+        }
+        if step not in self._open_steps or step not in seen:
             raise ValueError(f"User {account.user!r} has no open charge in step {step} to refund.")
-        self._observe_level(account, now_ns)
-        lowest = next(charge[1] for charge in charges if charge[0] == step)
-        given = min(tokens * account._increment, lowest)
+        given = min(tokens * account._increment, seen[step])
         account.tat -= given
-        for charge in charges:
-            # Without the refunded charge every level since then would have been lower by as much.
-            charge[1] = charge[1] - given if charge[0] >= step else min(charge[1], lowest - given)
+        # Without the refunded charge every level since then would have been lower by as much.
+        left = seen[step] - given
+        seen = {at: low - given if at >= step else min(low, left) for at, low in seen.items()}
+        account.lowest = seen.pop(account.step)
+        account.earlier = tuple(seen.items())
 
     def available(self, account: Account) -> int:
         """Return how many tokens the account can still take in the current step."""
@@ -197,26 +202,26 @@ class OutputRateLimiter:
 
     def _enter_step(self, account: Account) -> None:
         """Prepare the account for charges at the instant of the current step."""
-        self._observe_level(account, self._now_ns)
         now = self._now_ns * account._scale
-        if account.tat < now:
+        level = account.tat - now
+        if level < 0:
             account.tat = now
-        account.horizon = now + account._burst
+            level = 0
+        if account.step >= self._oldest_open_step:
+            earlier = account.earlier
+            if earlier:
+                earlier = tuple(
+                    (step, _lower(lowest, level))
+                    for step, lowest in earlier
+                    if step >= self._oldest_open_step
+                )
+            account.earlier = (*earlier, (account.step, _lower(account.lowest, level)))
+        elif account.earlier:
+            account.earlier = ()
+        account.lowest = _NOT_OBSERVED
         account.step = self._step
-        account.open_charges.append([self._step, _NOT_OBSERVED])
+        account.horizon = now + account._burst
 
-    def _observe_level(self, account: Account, now_ns: int) -> None:
-        """Lower the minima of the account's open charges to its level now; drop closed ones."""
-        charges = account.open_charges
-        if not charges:
-            return
-        oldest = self._oldest_open_step
-        if charges[-1][0] < oldest:
-            charges.clear()
-            return
-        while charges[0][0] < oldest:
-            del charges[0]
-        level = max(account.tat - now_ns * account._scale, 0)
-        for charge in charges:
-            if level < charge[1] or charge[1] == _NOT_OBSERVED:
-                charge[1] = level
+
+def _lower(lowest: int, level: int) -> int:
+    return level if lowest == _NOT_OBSERVED or level < lowest else lowest
