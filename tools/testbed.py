@@ -74,6 +74,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                close_fds=False,  # see alone()
                 check=True,
             )
 
@@ -359,9 +360,14 @@ def say(step: Step, what: str) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Keep other runs out; the system lets go of the lock when the process ends."""
+    """Keep other runs out.
+
+    The commands of a run inherit its lock. So when a run is killed, the next one waits for the
+    command that it left behind, instead of working in the same folder.
+    """
     paths.TESTBED.mkdir(exist_ok=True)
     with (paths.TESTBED / "running").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
