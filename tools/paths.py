@@ -60,6 +60,8 @@ def engine_environment(version: str = ENGINE_VERSION) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # GiB. Otherwise an engine claims 92 % of the memory, and does not start if less is free.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
