@@ -21,7 +21,10 @@ def llm_kwargs(
     users: Mapping[str, float | None] | None = None,
     burst: float = 0.1,
 ) -> dict[str, Any]:
-    """Return what to pass to `vllm.LLM` so that it limits its users.
+    """Return what to pass to `vllm.LLM` so that it limits its users, and let vLLM accept it.
+
+    vLLM's engine arguments are prepared for it in this process; call it in the process that builds
+    the `LLM`.
 
     >>> LLM("model", **llm_kwargs(default=100, users={"user-a": 20}))  # doctest: +SKIP
 

@@ -40,8 +40,8 @@ class Ledger:
         self._limiter = limiter
         self._on_refund = on_refund
         self._in_flight: dict[int, Step] = {}
-        self.charged_tokens = 0
-        self.refunded_tokens = 0
+        self.charged_tokens = 0  # in dispatched steps
+        self.refunded_tokens = 0  # of those
 
     def begin(self, now_ns: int) -> Step:
         """Start a step at `now_ns`; whoever puts it together adds to its `charges`."""
@@ -52,9 +52,7 @@ class Ledger:
         charges = step.charges
         if not charges.keys() <= scheduled.keys():
             for request_id in [each for each in charges if each not in scheduled]:
-                account, tokens = charges.pop(request_id)
-                self.charged_tokens += tokens
-                self._refund(step, account, tokens, now_ns)
+                self._give_back(step, *charges.pop(request_id), now_ns)
         if not charges:
             self._limiter.end_step(step.number)
             return
@@ -80,7 +78,8 @@ class Ledger:
         for request_id, (account, tokens) in step.charges.items():
             unused = tokens - emitted.get(request_id, 0)
             if unused > 0:
-                self._refund(step, account, unused, now_ns)
+                self.refunded_tokens += unused
+                self._give_back(step, account, unused, now_ns)
         self.close(step)
 
     def close(self, step: Step) -> None:
@@ -88,7 +87,6 @@ class Ledger:
         if self._in_flight.pop(step.number, None) is not None:
             self._limiter.end_step(step.number)
 
-    def _refund(self, step: Step, account: Account, tokens: int, now_ns: int) -> None:
+    def _give_back(self, step: Step, account: Account, tokens: int, now_ns: int) -> None:
         self._limiter.give_back(account, step.number, now_ns, tokens)
-        self.refunded_tokens += tokens
         self._on_refund(account)

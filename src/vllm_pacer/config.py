@@ -193,6 +193,8 @@ def config_from_flags(default: str | None, users: str | None, file: str | None) 
             "else, or null for no limit"
         )
     flag = "--default-user-output-tokens-per-second"
+    if default == "None":
+        default = "null"  # what vLLM makes of a null in its own --config file
     config = make_config({"default": _json(default, flag, _RATE_HELP)}, flag)
     if users is None:
         return config

@@ -31,7 +31,7 @@ _NOT_OBSERVED = -1
 _NO_LIMIT = 1 << 62
 """The tokens available to a user without a limit."""
 
-_CHECKS_PER_STEP = 8
+_CHECKS_PER_STEP = 2
 _CHECKS_PER_NEW_USER = 2
 
 

@@ -72,6 +72,10 @@ class Pauses(Generic[R]):
         if user.paused and (user.wake_ns is None or wake_ns < user.wake_ns):
             self._enqueue(user, wake_ns)
 
+    def owe(self, user: User[R]) -> None:
+        """Leave the user's next token, once, to a request of it that is not resident."""
+        user.owed_tokens = 1
+
     def next_wake_ns(self) -> int | None:
         """Return the instant at which the next paused request may go on, or `None`."""
         wake_ups = self._wake_ups

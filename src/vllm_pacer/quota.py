@@ -31,9 +31,14 @@ class Quota:
     def per_second(cls, rate: int | str | Fraction, burst_ns: int = DEFAULT_BURST_NS) -> "Quota":
         """Build a quota from a rate written as an integer, a decimal string or a fraction.
 
+        A float would bring its binary fraction along: write "0.1", not 0.1.
+
         Raises:
+            TypeError: The rate is a float.
             ValueError: The rate is not above zero, or the burst is negative.
         """
+        if isinstance(rate, float):
+            raise TypeError(f"A rate must be exact: got {rate!r}, write {str(rate)!r} in quotes.")
         return cls(Fraction(rate), burst_ns)
 
     def __post_init__(self) -> None:

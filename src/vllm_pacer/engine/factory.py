@@ -6,26 +6,23 @@ the asynchronous scheduler, which is not settled before; and since `scheduler_cl
 vLLM's configuration hash, a change of limits does not invalidate compiled graphs.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_pacer.config import PacerConfig
 
 
-@dataclass(frozen=True, eq=False)
 class PacedSchedulerFactory:
     """Builds the scheduler; stands in the place of vLLM's `scheduler_cls`.
-
-    Like a class it is compared and hashed by identity: vLLM puts it into sets.
 
     Attributes:
         pacing: The limits.
         snapshot_path: Where the engine leaves its counters, if anybody reads them.
     """
 
-    pacing: PacerConfig
-    snapshot_path: Path | None = None
+    def __init__(self, pacing: PacerConfig, snapshot_path: Path | None = None) -> None:
+        self.pacing = pacing
+        self.snapshot_path = snapshot_path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Build the scheduler that fits the engine's configuration, in the engine's process."""

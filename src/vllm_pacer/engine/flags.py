@@ -5,6 +5,7 @@ them is given.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,17 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below it
 _DEFAULT = "default_user_output_tokens_per_second"
 _USERS = "user_output_tokens_per_second"
 _FILE = "user_output_rate_config"
-_SNAPSHOT = "user_output_rate_snapshot"
+
+_ENVIRONMENT = "VLLM_PACER_SERVER"
+"""The process that started an engine with limits, and its snapshot, for its own children."""
 
 
 def install_flags() -> None:
     """Add the flags to vLLM's argument parser."""
     wrap(EngineArgs, "add_cli_args", _add_flags)
     wrap(EngineArgs, "from_cli_args", _engine_args_with_limits)
+    if _inherited_snapshot():
+        install_engine_config()
 
 
 def limit_engine_args(engine_args: EngineArgs, factory: PacedSchedulerFactory) -> None:
@@ -103,10 +108,7 @@ def _engine_args_with_limits(
     engine_args = from_cli_args(cls, args)
     pacing = _pacing_of(args)
     if pacing is not None:
-        # Several API servers get copies of `args` and share the file made by the first.
-        if not hasattr(args, _SNAPSHOT):
-            setattr(args, _SNAPSHOT, str(create_snapshot_file()))
-        snapshot_path = Path(getattr(args, _SNAPSHOT))
+        snapshot_path = _inherited_snapshot() or create_snapshot_file()
         limit_engine_args(engine_args, PacedSchedulerFactory(pacing, snapshot_path))
     return engine_args
 
@@ -116,7 +118,10 @@ def _engine_config_with_limits(
 ) -> VllmConfig:
     factory = engine_args.scheduler_cls
     if not isinstance(factory, PacedSchedulerFactory):
-        return create_engine_config(engine_args, *args, **kw)
+        config = create_engine_config(engine_args, *args, **kw)
+        if (snapshot_path := _inherited_snapshot()) and is_limitable(config):
+            install_frontend(snapshot_path)
+        return config
     check_seams()
     engine_args.scheduler_cls = None
     try:
@@ -127,8 +132,26 @@ def _engine_config_with_limits(
         refuse_unsupported(config)
         config.scheduler_config.scheduler_cls = factory
         install_frontend(factory.snapshot_path)
+        _bequeath_snapshot(factory.snapshot_path)
         _warn_anonymous(factory.pacing)
+    else:
+        logger.info("vllm-pacer: a pooling model generates no tokens; nothing is limited.")
     return config
+
+
+def _bequeath_snapshot(snapshot_path: Path | None) -> None:
+    """Tell the API servers that this process may start that its engine limits users.
+
+    They read their arguments before vLLM loads any plugin, so they do not see the flags.
+    """
+    if snapshot_path is not None:
+        os.environ[_ENVIRONMENT] = f"{os.getpid()}:{snapshot_path}"
+
+
+def _inherited_snapshot() -> Path | None:
+    """Return the snapshot of the engine whose API server this process is, if it is one."""
+    owner, _, path = os.environ.get(_ENVIRONMENT, "").partition(":")
+    return Path(path) if owner == str(os.getppid()) else None
 
 
 def _warn_anonymous(pacing: PacerConfig) -> None:

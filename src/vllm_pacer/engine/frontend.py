@@ -16,7 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pacer.engine.identity import FIELD, check_user
 from vllm_pacer.engine.patches import wrap
-from vllm_pacer.engine.snapshot import Snapshot, read_snapshot
+from vllm_pacer.engine.snapshot import Snapshot, SnapshotReader
 
 
 def install_frontend(snapshot_path: Path | None) -> None:
@@ -55,15 +55,16 @@ class _Counters(Collector):
     """Reads the engine's counters when the server is scraped."""
 
     def __init__(self) -> None:
-        self._snapshot_path: Path | None = None
+        self._reader: SnapshotReader | None = None
 
     def show(self, snapshot_path: Path) -> None:
         """Show the counters of one engine from now on."""
-        if self._snapshot_path is None:
+        is_new = self._reader is None
+        self._reader = SnapshotReader(snapshot_path)
+        if is_new:
             REGISTRY.register(self)
             # Where there are several API servers, each scrape builds a registry of its own.
             wrap(MultiProcessCollector, "collect", self._collect_with_counters)
-        self._snapshot_path = snapshot_path
 
     def _collect_with_counters(
         self, collect: Callable[[Any], Iterable[Metric]], collector: MultiProcessCollector
@@ -74,8 +75,8 @@ class _Counters(Collector):
         return self._metrics(Snapshot(0, 0, 0))
 
     def collect(self) -> Iterator[Metric]:
-        assert self._snapshot_path is not None
-        return self._metrics(read_snapshot(self._snapshot_path))
+        assert self._reader is not None
+        return self._metrics(self._reader.read())
 
     def _metrics(self, snapshot: Snapshot) -> Iterator[Metric]:
         yield GaugeMetricFamily(

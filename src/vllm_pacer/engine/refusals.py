@@ -52,6 +52,12 @@ REFUSALS = (
         lambda config: config.parallel_config.pipeline_parallel_size > 1,
     ),
     Refusal(
+        "--distributed-executor-backend external_launcher",
+        "every rank schedules for itself and would pause by its own clock",
+        "use the mp or ray backend",
+        lambda config: config.parallel_config.distributed_executor_backend == "external_launcher",
+    ),
+    Refusal(
         "--enable-lora",
         "a paused request keeps its adapter's slot",
         "leave it out",

@@ -8,7 +8,8 @@ The rules:
 2. Paused requests are taken out of `running` while `super().schedule()` runs and put back at its
    end, so between two calls vLLM sees all its residents and within one only those that may run.
    They keep slot, KV and history.
-3. `running` is always the visible requests in vLLM's own order, then the paused ones.
+3. `running` is always the visible requests, then the paused ones. The visible ones are in vLLM's
+   own order, but for those that have gone on after a pause, which come first.
 4. A paused request gives way when KV blocks run out: it is preempted before a visible one.
 5. Nothing here waits for a result, so synchronous and asynchronous scheduling differ only in how
    many steps are in flight when a charge is settled.
@@ -16,7 +17,9 @@ The rules:
 State lives in `Pauses` (who is paused) and `Ledger` (what is charged); the rest is per step.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
@@ -91,6 +94,7 @@ class PacedScheduler(Scheduler):
         self._spent: dict[User[Request], None] = {}
         self._evicted: list[Request] = []
         self._is_hiding = False
+        self._slots_held_in_queue = 0
         self._kept = 0  # positions left to waiting requests
         self._keep_none_before = 0
         self._busy_since_ns: int | None = None
@@ -147,6 +151,7 @@ class PacedScheduler(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._quiet = False
         self._pauses.drop(request)
         super()._preempt_request(request, *args, **kwargs)
 
@@ -192,17 +197,22 @@ class PacedScheduler(Scheduler):
         if pauses:
             running = self._resume(running, now_ns)
         if pauses:
-            slots = self.max_num_running_reqs - len(pauses)
-            self.max_num_active_reqs = min(self._active_limit, slots)
+            self._bound_admission()
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
             self._is_hiding = True
         self.running = running
 
+    def _bound_admission(self) -> None:
+        """Let vLLM admit no more than there are slots beside those it does not see."""
+        slots = self.max_num_running_reqs - len(self._pauses) - self._slots_held_in_queue
+        self.max_num_active_reqs = min(self._active_limit, slots)
+
     def _show_paused(self) -> None:
+        self.max_num_active_reqs = self._active_limit
+        self._slots_held_in_queue = 0
         if not self._is_hiding:
             return
         self._is_hiding = False
-        self.max_num_active_reqs = self._active_limit
         del self.kv_cache_manager.allocate_slots
         self.running = [*self.running, *self._pauses]
         # At the head of the queue only now: vLLM pops the head after it admits a request.
@@ -241,13 +251,12 @@ class PacedScheduler(Scheduler):
         room = self._active_limit - len(running)
         ready = pauses.ready(now_ns, most=self._active_limit)
         if not ready:
-            return running + pauses.resume(now_ns, room)  # looks at users that were woken in vain
+            return pauses.resume(now_ns, room) + running  # looks at users that were woken in vain
+        may_yield: list[Request] = []
         if ready > room:
-            # More could run than may: those that have been visible longest make room. A prefill
-            # needs no token yet and would wait for one here.
-            may_yield = [request for request in running if not _is_mid_prefill(request)]
-        else:
-            may_yield = []
+            # More could run than may: those that have been visible longest make room, which are
+            # the last. A prefill needs no token yet and would wait for one here.
+            may_yield = [request for request in reversed(running) if not _is_mid_prefill(request)]
         moving = room + min(max(ready - room, 0), len(may_yield))
         self._kept = self._positions_for_waiting(moving, len(running))
         for request in may_yield[: max(ready + self._kept - room, 0)]:
@@ -255,7 +264,8 @@ class PacedScheduler(Scheduler):
             pauses.pause(request, user, self._priority_class(request), now_ns)
         if may_yield:
             running = [request for request in running if request not in pauses]
-        return running + pauses.resume(now_ns, self._active_limit - self._kept - len(running))
+        # In front, or the prefills of others would leave them no room in the step.
+        return pauses.resume(now_ns, self._active_limit - self._kept - len(running)) + running
 
     def _positions_for_waiting(self, moving: int, visible: int) -> int:
         """Return how many of the `moving` positions to leave to waiting requests: half of them.
@@ -294,13 +304,17 @@ class PacedScheduler(Scheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):
-            self._other_waits = True
+            # A session's next input comes as a new request, which ends the rest anyway.
+            self._other_waits |= request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
             return False
         if self._has_quota(request) or self._can_prefill_without_quota(request):
             return True
         # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
+        if request.num_computed_tokens:
+            self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
+            self._bound_admission()
         user = self._user_of[request]
-        user.owed_tokens = 1
+        self._pauses.owe(user)
         ready_ns = self._limiter.account_ready_at_ns(user.account)
         if self._skipped_until_ns is None or ready_ns < self._skipped_until_ns:
             self._skipped_until_ns = ready_ns
@@ -310,15 +324,22 @@ class PacedScheduler(Scheduler):
         """Whether some of the request's prompt can be computed, and fits, before it samples."""
         if request.status == RequestStatus.PREEMPTED or not self._can_split_prefill(request):
             return False
+        # If it did not fit after all, vLLM would end its scan of the queue here.
+        if self._missing_blocks(request) > 0:
+            return False
         computed_tokens = request.num_computed_tokens
         if not computed_tokens:
             computed_tokens = self.kv_cache_manager.get_computed_blocks(request)[1]
-        if request.num_tokens - computed_tokens <= max(1, self.num_prefill_lookahead):
-            return False
-        # If it did not fit after all, vLLM would end its scan of the queue here.
+        return request.num_tokens - computed_tokens > max(1, self.num_prefill_lookahead)
+
+    def _missing_blocks(self, request: Request) -> int:
+        """Return how many KV blocks a waiting request lacks; what is cached is not deducted."""
         kv_cache = self.kv_cache_manager
-        blocks = -(-request.num_tokens // self.block_size) + kv_cache.watermark_blocks
-        return blocks <= kv_cache.block_pool.get_num_free_blocks()
+        blocks = self._blocks(request.num_tokens) + kv_cache.watermark_blocks
+        return blocks - kv_cache.block_pool.get_num_free_blocks()
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
     def _can_split_prefill(self, request: Request) -> bool:
         # A chunk that does not sample makes the worker take back a seeded request's random draw,
@@ -347,20 +368,40 @@ class PacedScheduler(Scheduler):
 
     def _paused_victim(self, request: Request) -> Request | None:
         """Return the paused request that gives way to `request`, if one does."""
-        is_running = request.status == RequestStatus.RUNNING
-        if not is_running and not self._has_quota(request):
+        if request.status == RequestStatus.RUNNING:
+            worst_class = self._priority_class(request)
+            if self.policy == SchedulingPolicy.PRIORITY:
+                worst_class = max(map(self._priority_class, self.running))
+            return next(self._victims(worst_class), None)
+        if not self._has_quota(request):
             return None  # it would only be paused in the other's place
-        worst_class = self._priority_class(request)
-        if is_running:
-            worst_class = max(map(self._priority_class, self.running))
+        victims = self._victims_for_newcomer(request)
+        # To evict some that do not suffice would cost them their blocks for nothing.
+        freed = sum(self._blocks(victim.num_computed_tokens) for victim in victims)
+        return victims[0] if victims and freed >= self._missing_blocks(request) else None
+
+    def _victims(self, worst_class: int) -> Iterator[Request]:
         for victim in self._pauses.victims():
-            if (
-                self._priority_class(victim) >= worst_class
-                and self._request_blocks_can_be_freed(victim)
-                and (is_running or not self._has_quota(victim))
+            if self._priority_class(victim) >= worst_class and self._request_blocks_can_be_freed(
+                victim
             ):
-                return victim
-        return None
+                yield victim
+
+    def _victims_for_newcomer(self, request: Request) -> list[Request]:
+        """Return whom a waiting request may displace: paused ones of users with more residents.
+
+        Users end up with equal numbers and stay there. Taking turns instead would compute whole
+        contexts again for a few tokens.
+        """
+        residents = Counter(self._user_of[each] for each in chain(self.running, self._pauses))
+        fewest = residents[self._user_of[request]] + 1
+        victims = []
+        for victim in self._victims(self._priority_class(request)):
+            user = self._user_of[victim]
+            if residents[user] > fewest and not self._has_quota(victim):
+                residents[user] -= 1
+                victims.append(victim)
+        return victims
 
     def _has_quota(self, request: Request) -> bool:
         if request.request_id in self._charges:

@@ -52,6 +52,13 @@ class SnapshotWriter:
         self._pack_into(self._map, 0, paused_requests, charged_tokens, refunded_tokens)
 
 
-def read_snapshot(path: Path) -> Snapshot:
-    """Return the newest snapshot. Raises `OSError` if there is none."""
-    return Snapshot(*_LAYOUT.unpack(path.read_bytes()))
+class SnapshotReader:
+    """The server's side. Raises `OSError` if the file cannot be opened."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ)
+
+    def read(self) -> Snapshot:
+        """Return the newest snapshot."""
+        return Snapshot(*_LAYOUT.unpack_from(self._map))
