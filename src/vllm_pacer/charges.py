@@ -13,8 +13,11 @@ Hence, per user and after every step: charged = emitted + in flight + aborted in
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 
 from vllm_pacer.limiter import Account, OutputRateLimiter
+
+_tokens = itemgetter(1)
 
 
 class Step:
@@ -56,7 +59,7 @@ class Ledger:
         if not charges:
             self._limiter.end_step(step.number)
             return
-        step.tokens = sum([tokens for _, tokens in charges.values()])
+        step.tokens = sum(map(_tokens, charges.values()))
         self.charged_tokens += step.tokens
         self._in_flight[step.number] = step
 
@@ -78,8 +81,8 @@ class Ledger:
         for request_id, (account, tokens) in step.charges.items():
             unused = tokens - emitted.get(request_id, 0)
             if unused > 0:
-                self.refunded_tokens += unused
                 self._give_back(step, account, unused, now_ns)
+                self.refunded_tokens += unused
         self.close(step)
 
     def close(self, step: Step) -> None:

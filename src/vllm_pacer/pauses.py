@@ -26,10 +26,11 @@ _SMALL_HEAP = 64
 class User(Generic[R]):
     """A user with live requests; `paused` holds its paused ones by priority class."""
 
-    __slots__ = ("account", "owed_tokens", "paused", "wake_ns")
+    __slots__ = ("account", "one_token", "owed_tokens", "paused", "wake_ns")
 
     def __init__(self, account: Account) -> None:
         self.account = account
+        self.one_token = account, 1  # the charge of a decode step, made once
         self.paused: dict[int, deque[R]] = {}
         self.wake_ns: int | None = None  # the entry in the wake-up queue that counts
         self.owed_tokens = 0  # what its requests outside may take before its paused ones

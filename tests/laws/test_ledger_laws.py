@@ -97,6 +97,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.dispatch(step, scheduled, self.now_ns)
         for request, charge in list(flight.charges.items()):
             if request not in scheduled:
+                self.charged_tokens -= charge.tokens
+                self.refunded_tokens -= charge.tokens
                 self._refund(charge, charge.tokens)
                 del flight.charges[request]
         self.survivors += flight.charges.values()

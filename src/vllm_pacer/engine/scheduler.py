@@ -47,6 +47,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below it
 _STEPS_WITHOUT_KEEPING = 8
 """After positions were kept for waiting requests in vain, for want of blocks say, none are kept."""
 
+_POSITIONS_PER_TOKEN = 10
+"""Positions that may be computed again for one token when requests take turns in the KV cache."""
+
 
 class PacedScheduler(Scheduler):
     """vLLM's scheduler with a quota of output tokens per user.
@@ -80,6 +83,7 @@ class PacedScheduler(Scheduler):
         self._pauses: Pauses[Request] = Pauses(self._limiter)
         self._users: dict[str, User[Request]] = {}
         self._user_of: dict[Request, User[Request]] = {}
+        self._tokens_when_preempted: dict[Request, int] = {}
         self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
         self._steps_in_flight = 0
         self._allocate_slots = self.kv_cache_manager.allocate_slots
@@ -140,6 +144,7 @@ class PacedScheduler(Scheduler):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._pauses.drop(request)
+        self._tokens_when_preempted.pop(request, None)
         user = self._user_of.pop(request, None)
         if user is not None:
             account = user.account
@@ -153,6 +158,7 @@ class PacedScheduler(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._quiet = False
         self._pauses.drop(request)
+        self._tokens_when_preempted[request] = request.num_output_tokens
         super()._preempt_request(request, *args, **kwargs)
 
     def _handle_stopped_request(self, request: Request) -> bool:
@@ -288,10 +294,10 @@ class PacedScheduler(Scheduler):
             return num_new_tokens
         user = self._user_of.get(request)
         if user is None:
-            return num_new_tokens
+            return num_new_tokens  # it is not sampled for: a pooling request
         account = user.account
         if self._limiter.take(account):
-            self._charges[request.request_id] = account, 1
+            self._charges[request.request_id] = user.one_token
             if account.tat > account.horizon:
                 self._spent[user] = None
             return num_new_tokens
@@ -390,18 +396,27 @@ class PacedScheduler(Scheduler):
     def _victims_for_newcomer(self, request: Request) -> list[Request]:
         """Return whom a waiting request may displace: paused ones of users with more residents.
 
-        Users end up with equal numbers and stay there. Taking turns instead would compute whole
-        contexts again for a few tokens.
+        So users end up with equal numbers and stay there. If the numbers only trade places, a
+        request that was displaced itself waits until its victim has earned its recomputation: else
+        the two would compute whole contexts for a token each.
         """
-        residents = Counter(self._user_of[each] for each in chain(self.running, self._pauses))
-        fewest = residents[self._user_of[request]] + 1
+        residents = Counter(map(self._user_of.get, chain(self.running, self._pauses)))
+        own = residents[self._user_of.get(request)]
         victims = []
         for victim in self._victims(self._priority_class(request)):
             user = self._user_of[victim]
-            if residents[user] > fewest and not self._has_quota(victim):
+            is_fair = residents[user] > own + 1 or (
+                residents[user] > own
+                and (not request.num_preemptions or self._has_earned_recomputation(victim))
+            )
+            if is_fair and not self._has_quota(victim):
                 residents[user] -= 1
                 victims.append(victim)
         return victims
+
+    def _has_earned_recomputation(self, request: Request) -> bool:
+        tokens = request.num_output_tokens - self._tokens_when_preempted.get(request, 0)
+        return tokens * _POSITIONS_PER_TOKEN >= request.num_computed_tokens
 
     def _has_quota(self, request: Request) -> bool:
         if request.request_id in self._charges:

@@ -188,6 +188,8 @@ SCHEDULER_ATTRIBUTES = (
 REQUEST_ATTRIBUTES = (
     "num_computed_tokens",
     "num_output_placeholders",
+    "num_output_tokens",
+    "num_preemptions",
     "num_tokens",
     "priority",
     "request_id",
