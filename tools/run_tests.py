@@ -127,14 +127,19 @@ def run_level(level: Level) -> Result:
     """Run a level and print what it printed, under a heading."""
     if level.has_no_tests():
         return Result(level, "no tests")
-    print(f"running {level.name}", flush=True)
+    say(f"running {level.name}")
     level.report.unlink(missing_ok=True)
     start = time.monotonic()
     verdict = run_to_log(level)
     result = Result(level, verdict, time.monotonic() - start, read_counts(level.report))
     heading = f"===== {level.name}: {verdict} after {result.seconds:.0f} s ====="
-    print(f"\n{heading}\n{level.log.read_text(errors='replace')}", flush=True)
+    say(f"\n{heading}\n{level.log.read_text(errors='replace')}")
     return result
+
+
+def say(text: str) -> None:
+    """Print in one piece, since levels that run side by side take turns."""
+    print(f"{text}\n", end="", flush=True)
 
 
 def run_to_log(level: Level) -> str:
