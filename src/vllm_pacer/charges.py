@@ -2,10 +2,9 @@
 
 The rules:
 
-1. A request is charged when a step that samples for it is put together, never later: no result is
+1. A request is charged when a step that samples for it is dispatched, never later: no result is
    waited for, so steps may overlap.
-2. A charge is settled downwards only, at two points. When the step is dispatched, what was charged
-   and is not in it is refunded. When the step's output is processed, a charge goes down to the
+2. A charge is settled downwards only: when the step's output is processed, it goes down to the
    tokens that were emitted for that request in that step.
 3. A client's abort keeps the charge of the steps in flight: they do the work.
 
@@ -43,23 +42,19 @@ class Ledger:
         self._limiter = limiter
         self._on_refund = on_refund
         self._in_flight: dict[int, Step] = {}
-        self.charged_tokens = 0  # in dispatched steps
-        self.refunded_tokens = 0  # of those
+        self.charged_tokens = 0
+        self.refunded_tokens = 0
 
     def begin(self, now_ns: int) -> Step:
-        """Start a step at `now_ns`; whoever puts it together adds to its `charges`."""
+        """Start a step at `now_ns`; whoever dispatches it adds its `charges`."""
         return Step(self._limiter.begin_step(now_ns))
 
-    def dispatch(self, step: Step, scheduled: Mapping[str, int], now_ns: int) -> None:
-        """Refund the charges of requests that are not in `scheduled`; the rest is in flight."""
-        charges = step.charges
-        if not charges.keys() <= scheduled.keys():
-            for request_id in [each for each in charges if each not in scheduled]:
-                self._give_back(step, *charges.pop(request_id), now_ns)
-        if not charges:
+    def dispatch(self, step: Step) -> None:
+        """Put a step in flight; without charges it is over at once."""
+        if not step.charges:
             self._limiter.end_step(step.number)
             return
-        step.tokens = sum(map(_tokens, charges.values()))
+        step.tokens = sum(map(_tokens, step.charges.values()))
         self.charged_tokens += step.tokens
         self._in_flight[step.number] = step
 
@@ -81,15 +76,12 @@ class Ledger:
         for request_id, (account, tokens) in step.charges.items():
             unused = tokens - emitted.get(request_id, 0)
             if unused > 0:
-                self._give_back(step, account, unused, now_ns)
+                self._limiter.give_back(account, step.number, now_ns, unused)
                 self.refunded_tokens += unused
+                self._on_refund(account)
         self.close(step)
 
     def close(self, step: Step) -> None:
         """Forget a step in flight that emitted all that it was charged."""
         if self._in_flight.pop(step.number, None) is not None:
             self._limiter.end_step(step.number)
-
-    def _give_back(self, step: Step, account: Account, tokens: int, now_ns: int) -> None:
-        self._limiter.give_back(account, step.number, now_ns, tokens)
-        self._on_refund(account)

@@ -156,6 +156,12 @@ class OutputRateLimiter:
         account.lowest = seen.pop(account.step)
         account.earlier = tuple(seen.items())
 
+    def can_take(self, account: Account, tokens: int = 1) -> bool:
+        """Return whether `take` would succeed in the current step."""
+        if account.step != self._step:
+            self._enter_step(account)
+        return account.tat + (tokens - 1) * account._increment <= account.horizon
+
     def available(self, account: Account) -> int:
         """Return how many tokens the account can still take in the current step."""
         if account.step != self._step:
@@ -210,17 +216,21 @@ class OutputRateLimiter:
         if account.step >= self._oldest_open_step:
             earlier = account.earlier
             if earlier:
-                earlier = tuple(
-                    (step, _lower(lowest, level))
-                    for step, lowest in earlier
-                    if step >= self._oldest_open_step
-                )
+                earlier = self._still_open(earlier, level)
             account.earlier = (*earlier, (account.step, _lower(account.lowest, level)))
         elif account.earlier:
             account.earlier = ()
         account.lowest = _NOT_OBSERVED
         account.step = self._step
         account.horizon = now + account._burst
+
+    def _still_open(
+        self, charges: tuple[tuple[int, int], ...], level: int
+    ) -> tuple[tuple[int, int], ...]:
+        oldest = self._oldest_open_step
+        if charges[-1][0] < oldest:
+            return ()
+        return tuple((step, _lower(low, level)) for step, low in charges if step >= oldest)
 
 
 def _lower(lowest: int, level: int) -> int:

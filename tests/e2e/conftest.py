@@ -28,7 +28,7 @@ from served.server import (  # noqa: E402
 QUEUE_LIMIT = 100
 FEW_BLOCKS = 96
 
-WINDOW_RATES = {f"window-{rate}": rate for rate in (0.5, 2.5, 5, 10, 20, 30, 40, 60, 100, 150)}
+WINDOW_RATES = {f"window-{rate}": rate for rate in (0.5, 1, 2, 3, 5, 8, 10, 15, 20, 30)}
 
 LIMITS = {
     "default": 0.01,

@@ -12,7 +12,7 @@ from served.client import Answer, Client, arrivals_of, cancelled
 from served.record import Excerpt
 from served.server import ACTIVE_LIMIT, Server
 
-RATES = (0.5, 2.5, 5, 10, 20, 30, 40, 60, 100, 150)
+RATES = (0.5, 1, 2, 3, 5, 8, 10, 15, 20, 30)
 STREAMS_PER_USER = 8
 RUN_SECONDS = 60
 BURST_NS = 100_000_000
@@ -48,7 +48,7 @@ async def _crowd(url: str) -> dict[str, list[Answer]]:
             while True:
                 answer = Answer(user)
                 answers[user].append(answer)
-                max_tokens = dice.randint(1, 60)
+                max_tokens = dice.randint(1, 30)
                 await client.complete(
                     user,
                     [dice.randint(200, 4000) for _ in range(dice.choice([1, 10, 200]))],

@@ -78,29 +78,22 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(
         asks=st.dictionaries(
             st.tuples(users, st.integers(0, 3)).map(lambda name: f"{name[0]}{name[1]}"),
-            st.tuples(st.integers(1, 4), st.booleans()),
+            st.integers(1, 4),
             max_size=6,
         )
     )
-    def dispatch(self, asks: dict[str, tuple[int, bool]]) -> None:
-        """A step charges some requests and then drops some of them."""
+    def dispatch(self, asks: dict[str, int]) -> None:
+        """A step charges the requests whose users have the quota."""
         step = self.ledger.begin(self.now_ns)
         self.limiter.cleanup_idle_users()
         flight = InFlight(step)
-        for request, (tokens, _) in asks.items():
+        for request, tokens in asks.items():
             account = self.limiter.account(request[0])
             if self.limiter.take(account, tokens):
                 step.charges[request] = account, tokens
                 flight.charges[request] = Charge(request, self.now_ns, tokens)
                 self.charged_tokens += tokens
-        scheduled = {request: 1 for request, (_, stays) in asks.items() if stays}
-        self.ledger.dispatch(step, scheduled, self.now_ns)
-        for request, charge in list(flight.charges.items()):
-            if request not in scheduled:
-                self.charged_tokens -= charge.tokens
-                self.refunded_tokens -= charge.tokens
-                self._refund(charge, charge.tokens)
-                del flight.charges[request]
+        self.ledger.dispatch(step)
         self.survivors += flight.charges.values()
         if flight.charges:
             self.in_flight.append(flight)

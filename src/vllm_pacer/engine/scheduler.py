@@ -2,9 +2,11 @@
 
 The rules:
 
-1. A token is charged in `_reserve_prefill_lookahead`, which vLLM asks once per candidate and step
-   just before it allocates KV blocks. A request whose user is over quota gets no token there: a
-   running one is skipped, a prefill goes on up to the position before the one that samples.
+1. A step is charged when vLLM has put it together, for the requests that it samples for. A user
+   that may run out of quota in the step is watched: `_reserve_prefill_lookahead`, which vLLM asks
+   once per candidate just before it allocates KV blocks, promises it no more tokens than it has. A
+   request that is refused one is skipped, or its prefill goes on up to the position before the one
+   that samples. As long as nobody is watched, vLLM's own method is asked.
 2. Paused requests are taken out of `running` while `super().schedule()` runs and put back at its
    end, so between two calls vLLM sees all its residents and within one only those that may run.
    They keep slot, KV and history.
@@ -87,17 +89,18 @@ class PacedScheduler(Scheduler):
         self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
         self._steps_in_flight = 0
         self._allocate_slots = self.kv_cache_manager.allocate_slots
-        # Looked up once: it is called for every request of every step.
-        self._reserve = super()._reserve_prefill_lookahead
         self._active_limit: int = self.max_num_active_reqs
 
         # Of the current step, or the last one between two.
         self._step = Step(0)
-        self._charges = self._step.charges
+        self._watched: dict[User[Request], None] = {}
+        self._promised: dict[User[Request], int] = {}
+        self._promised_last: Request | None = None
         self._refused: dict[Request, None] = {}
         self._spent: dict[User[Request], None] = {}
         self._evicted: list[Request] = []
         self._is_hiding = False
+        self._is_guarding = False
         self._slots_held_in_queue = 0
         self._kept = 0  # positions left to waiting requests
         self._keep_none_before = 0
@@ -141,6 +144,7 @@ class PacedScheduler(Scheduler):
                 user = self._users[account.user] = User(account)
             account.requests += 1
             self._user_of[request] = user
+            self._watch(user)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._pauses.drop(request)
@@ -153,17 +157,23 @@ class PacedScheduler(Scheduler):
                 self._wake(user)  # the token it may have been resumed for is free
             else:
                 del self._users[account.user]
+                self._watched.pop(user, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._quiet = False
-        self._pauses.drop(request)
+        self._leave_pauses(request)
         self._tokens_when_preempted[request] = request.num_output_tokens
         super()._preempt_request(request, *args, **kwargs)
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        self._pauses.drop(request)
+        self._leave_pauses(request)
         return super()._handle_stopped_request(request)
+
+    def _leave_pauses(self, request: Request) -> None:
+        if request in self._pauses:
+            self._pauses.drop(request)
+            self._watch(self._user_of[request])
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -181,7 +191,7 @@ class PacedScheduler(Scheduler):
         """Put together the next step from the requests whose users have quota."""
         now_ns = self._clock.now_ns()
         self._step = self._ledger.begin(now_ns)
-        self._charges = self._step.charges
+        self._promised.clear()
         self._limiter.cleanup_idle_users()
         self._other_waits = False
         self._skipped_until_ns = None
@@ -206,6 +216,9 @@ class PacedScheduler(Scheduler):
             self._bound_admission()
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
             self._is_hiding = True
+        if self._watched:
+            self._reserve_prefill_lookahead = self._reserve_within_quota
+            self._is_guarding = True
         self.running = running
 
     def _bound_admission(self) -> None:
@@ -216,6 +229,9 @@ class PacedScheduler(Scheduler):
     def _show_paused(self) -> None:
         self.max_num_active_reqs = self._active_limit
         self._slots_held_in_queue = 0
+        if self._is_guarding:
+            self._is_guarding = False
+            del self._reserve_prefill_lookahead
         if not self._is_hiding:
             return
         self._is_hiding = False
@@ -250,6 +266,8 @@ class PacedScheduler(Scheduler):
     def _pause(self, request: Request, user: User[Request]) -> None:
         wake_ns = self._limiter.account_ready_at_ns(user.account)
         self._pauses.pause(request, user, self._priority_class(request), wake_ns)
+        if sum(map(len, user.paused.values())) == user.account.requests:
+            self._watched.pop(user, None)  # nothing of it can take a token
 
     def _resume(self, running: list[Request], now_ns: int) -> list[Request]:
         """Let those go on whose users have quota again, within the limit of active requests."""
@@ -257,7 +275,7 @@ class PacedScheduler(Scheduler):
         room = self._active_limit - len(running)
         ready = pauses.ready(now_ns, most=self._active_limit)
         if not ready:
-            return pauses.resume(now_ns, room) + running  # looks at users that were woken in vain
+            return self._resumed(now_ns, room) + running  # looks at users that were woken in vain
         may_yield: list[Request] = []
         if ready > room:
             # More could run than may: those that have been visible longest make room, which are
@@ -271,7 +289,13 @@ class PacedScheduler(Scheduler):
         if may_yield:
             running = [request for request in running if request not in pauses]
         # In front, or the prefills of others would leave them no room in the step.
-        return pauses.resume(now_ns, self._active_limit - self._kept - len(running)) + running
+        return self._resumed(now_ns, self._active_limit - self._kept - len(running)) + running
+
+    def _resumed(self, now_ns: int, room: int) -> list[Request]:
+        resumed = self._pauses.resume(now_ns, room)
+        for request in resumed:
+            self._watch(self._user_of[request])
+        return resumed
 
     def _positions_for_waiting(self, moving: int, visible: int) -> int:
         """Return how many of the `moving` positions to leave to waiting requests: half of them.
@@ -285,21 +309,26 @@ class PacedScheduler(Scheduler):
             return 0
         return max(0, min(len(self.waiting), slots, (moving + step % 2) // 2))
 
-    def _reserve_prefill_lookahead(
+    def _watch(self, user: User[Request]) -> None:
+        if user.account.limited:
+            self._watched[user] = None
+
+    def _reserve_within_quota(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        num_new_tokens = self._reserve(request, num_computed_tokens, num_new_tokens)
+        """Stand in for `_reserve_prefill_lookahead` while somebody may run out of quota."""
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
         num_tokens = request.num_tokens
         if num_computed_tokens + num_new_tokens < num_tokens or not num_new_tokens:
             return num_new_tokens
         user = self._user_of.get(request)
-        if user is None:
-            return num_new_tokens  # it is not sampled for: a pooling request
-        account = user.account
-        if self._limiter.take(account):
-            self._charges[request.request_id] = user.one_token
-            if account.tat > account.horizon:
-                self._spent[user] = None
+        if user not in self._watched:
+            return num_new_tokens
+        if self._tokens_left(user):
+            self._promised[user] = self._promised.get(user, 0) + 1
+            self._promised_last = request
             return num_new_tokens
         self._spent[user] = None
         self._refused[request] = None
@@ -307,6 +336,9 @@ class PacedScheduler(Scheduler):
             return 0
         last_unsampled = num_tokens - max(1, self.num_prefill_lookahead)
         return max(last_unsampled - num_computed_tokens, 0)
+
+    def _tokens_left(self, user: User[Request]) -> int:
+        return self._limiter.available(user.account) - self._promised.get(user, 0)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):
@@ -379,7 +411,7 @@ class PacedScheduler(Scheduler):
             if self.policy == SchedulingPolicy.PRIORITY:
                 worst_class = max(map(self._priority_class, self.running))
             return next(self._victims(worst_class), None)
-        if not self._has_quota(request):
+        if not self._has_quota(request) and request is not self._promised_last:
             return None  # it would only be paused in the other's place
         victims = self._victims_for_newcomer(request)
         # To evict some that do not suffice would cost them their blocks for nothing.
@@ -409,7 +441,7 @@ class PacedScheduler(Scheduler):
                 residents[user] > own
                 and (not request.num_preemptions or self._has_earned_recomputation(victim))
             )
-            if is_fair and not self._has_quota(victim):
+            if is_fair and not self._tokens_left(user):
                 residents[user] -= 1
                 victims.append(victim)
         return victims
@@ -419,10 +451,9 @@ class PacedScheduler(Scheduler):
         return tokens * _POSITIONS_PER_TOKEN >= request.num_computed_tokens
 
     def _has_quota(self, request: Request) -> bool:
-        if request.request_id in self._charges:
-            return True
+        """Whether a token may be promised to the request in this step."""
         user = self._user_of.get(request)
-        return user is None or self._limiter.available(user.account) > 0
+        return user not in self._watched or self._tokens_left(user) > 0
 
     def _priority_class(self, request: Request) -> int:
         return request.priority if self.policy == SchedulingPolicy.PRIORITY else 0
@@ -435,15 +466,38 @@ class PacedScheduler(Scheduler):
             self._kept = 0
             if not (output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids):
                 self._keep_none_before = step.number + _STEPS_WITHOUT_KEEPING
-        self._ledger.dispatch(step, output.num_scheduled_tokens, now_ns)
+        if output.total_num_scheduled_tokens:
+            self._charge(output, step)
+            self._steps_in_flight += 1
+        self._ledger.dispatch(step)
         if step.charges:
             self._dispatched[id(output)] = output, step
-        if output.total_num_scheduled_tokens:
-            self._steps_in_flight += 1
         self._busy_since_ns = now_ns if output.total_num_scheduled_tokens else None
         self._quiet = not (self._steps_in_flight or self._other_waits)
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
+
+    def _charge(self, output: SchedulerOutput, step: Step) -> None:
+        """Charge a token to the user of each request that the step samples for."""
+        requests, user_of, charges = self.requests, self._user_of, step.charges
+        counts: dict[User[Request], int] = {}
+        for request_id in output.num_scheduled_tokens:
+            request = requests[request_id]
+            if not request.is_prefill_chunk and (user := user_of.get(request)) is not None:
+                charges[request_id] = user.one_token
+                counts[user] = counts.get(user, 0) + 1
+        limiter, watched = self._limiter, self._watched
+        for user, count in counts.items():
+            account = user.account
+            granted = limiter.take(account, count)
+            assert granted, f"{account.user} was promised more than its quota"
+            if limiter.can_take(account, account.requests):
+                if user in watched:
+                    del watched[user]  # it cannot run out in the next step
+            else:
+                watched[user] = None
+                if not limiter.can_take(account):
+                    self._spent[user] = None
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

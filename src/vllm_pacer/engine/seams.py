@@ -186,6 +186,7 @@ SCHEDULER_ATTRIBUTES = (
 """What `Scheduler.__init__` sets; checked when the scheduler is built."""
 
 REQUEST_ATTRIBUTES = (
+    "is_prefill_chunk",
     "num_computed_tokens",
     "num_output_placeholders",
     "num_output_tokens",
@@ -213,7 +214,12 @@ INPROC_CLIENT_ATTRIBUTES = ("engine_core",)
 VLLM_CONFIG_ATTRIBUTES = ("parallel_config", "scheduler_config")
 PARALLEL_CONFIG_ATTRIBUTES = ("data_parallel_size",)
 SCHEDULER_CONFIG_ATTRIBUTES = ("async_scheduling", "enable_chunked_prefill", "scheduler_cls")
-REQUEST_STATUS_ATTRIBUTES = ("FINISHED_ABORTED", "PREEMPTED", "RUNNING")
+REQUEST_STATUS_ATTRIBUTES = (
+    "FINISHED_ABORTED",
+    "PREEMPTED",
+    "RUNNING",
+    "WAITING_FOR_STREAMING_REQ",
+)
 SCHEDULING_POLICY_ATTRIBUTES = ("PRIORITY",)
 PLATFORM_ATTRIBUTES = ("is_cpu",)
 WATCH_DOG_ATTRIBUTES = ("feed",)  # since 0.33
