@@ -34,12 +34,12 @@ def make_scheduler(
     blocks: int = 200_000,
 ) -> Scheduler:
     """Build vLLM's own scheduler, or ours if there are limits."""
-    model_config = ModelConfig(model=str(TINY_MODEL), dtype="float32", max_model_len=2048)
+    model_config = ModelConfig(model=str(TINY_MODEL), dtype="float32", max_model_len=4096)
     scheduler_config = SchedulerConfig(
         max_num_seqs=residents,
         max_num_active_seqs=active,
         max_num_batched_tokens=max(8192, residents),
-        max_model_len=2048,
+        max_model_len=4096,
         is_encoder_decoder=False,
         async_scheduling=is_async,
     )
@@ -70,7 +70,7 @@ def make_scheduler(
     return (PacedAsyncScheduler if is_async else PacedScheduler)(pacing=pacing, **kwargs)
 
 
-def add_requests(scheduler: Scheduler, users: Iterable[str], max_tokens: int = 1900) -> None:
+def add_requests(scheduler: Scheduler, users: Iterable[str], max_tokens: int = 4000) -> None:
     """Add one request with a short prompt for each name in `users`."""
     for index, user in enumerate(users):
         params = SamplingParams(

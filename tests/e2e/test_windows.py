@@ -15,6 +15,7 @@ from served.server import ACTIVE_LIMIT, Server
 RATES = (0.5, 1, 2, 3, 5, 8, 10, 15, 20, 30)
 STREAMS_PER_USER = 8
 RUN_SECONDS = 60
+RAMP_SECONDS = 5
 BURST_NS = 100_000_000
 COUNTERS = ("vllm_pacer:charged_tokens_total", "vllm_pacer:refunded_tokens_total")
 
@@ -45,6 +46,8 @@ async def _crowd(url: str) -> dict[str, list[Answer]]:
 
         async def keep_asking(user: str, seed: int) -> None:
             dice = random.Random(seed)
+            # Eighty requests at once would keep the API server busy while tokens wait in it.
+            await asyncio.sleep(dice.random() * RAMP_SECONDS)
             while True:
                 answer = Answer(user)
                 answers[user].append(answer)
@@ -81,13 +84,15 @@ def test_dispatched_tokens_in_every_window(run: Run, rate: float) -> None:
 def test_delivered_tokens_in_every_window(run: Run, rate: float) -> None:
     """On client stamps no window holds more than (W + burst + longest step) x N + 1 tokens."""
     instants_ns = arrivals_of(run.answers[f"window-{rate}"])
-    assert len(instants_ns) >= rate * RUN_SECONDS / 2
+    assert len(instants_ns) >= rate * (RUN_SECONDS - RAMP_SECONDS) / 2
     assert ns_over_quota(instants_ns, rate) <= BURST_NS + run.excerpt.longest_step_ns()
 
 
-def test_no_step_computes_more_than_the_active_limit(run: Run) -> None:
-    """Eighty streams on sixteen active positions: the limit is reached and never passed."""
-    assert max(step["computed"] for step in run.excerpt.steps) == ACTIVE_LIMIT
+def test_no_step_computes_more_than_the_active_limit(run: Run, servers: dict[str, Server]) -> None:
+    """In all that the server has done the limit of active requests is reached and never passed."""
+    steps = servers["roomy"].record.since().steps
+    assert len(steps) > len(run.excerpt.steps)
+    assert max(step["computed"] for step in steps) == ACTIVE_LIMIT
 
 
 def test_clients_hung_up_at_random(run: Run) -> None:
