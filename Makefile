@@ -18,9 +18,8 @@ check:  ## format, lint, types, unit tests and laws: needs no vLLM
 test:  ## everything, on every supported vLLM
 	$(PYTHON) tools/run_tests.py all
 
-demo:  ## two users on one server, one of them limited
-	$(PYTHON) tools/testbed.py env models
-	$(ENGINE) examples/demo.py
+demo:  ## three users on one engine, two of them limited
+	$(PYTHON) examples/demo.py
 
 bench:  ## measure step cost, served rate and throughput
 	$(PYTHON) tools/testbed.py env models

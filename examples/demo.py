@@ -58,7 +58,7 @@ async def run(output: Path, seconds: float) -> None:
     from view import frame, progress, save_svg, show_live, summary
 
     console = Console()
-    users = [User("alice", 20, streams=1), User("bob", 20, streams=4), User("carol", None, 1)]
+    users = [User("alice", 8, streams=1), User("bob", 8, streams=4), User("carol", None, 1)]
     async with serve(users, output / "server.log") as server:
         with progress(console, "starting vLLM") as report:
             await server.ready(report)

@@ -34,7 +34,7 @@ def _title(users: Sequence[User]) -> str:
     limited = [user for user in users if user.tokens_per_second]
     if any(user.settled_rate() < 0.9 * user.tokens_per_second for user in limited):
         return "This machine was too busy or too slow for the limits to show"
-    return "Limited to 20 tokens/s, four streams get no more than one"
+    return "Limited to 8 tokens/s, four streams get no more than one"
 
 
 def _draw(axes: Axes, users: Sequence[User], start: float, seconds: float) -> None:
