@@ -129,6 +129,22 @@ def test_not_quiet_after_a_change(is_async: bool) -> None:
     assert bed.scheduler.quiet_until_ns() is None
 
 
+def test_not_quiet_after_a_reset_of_running_requests(is_async: bool) -> None:
+    """What a reset takes out of the paused ones goes on by its own quota, not by another's."""
+    bed = Bed({"slow": 0.01, "b": 10}, is_async=is_async)
+    bed.add("slow", prompt=[5], tokens=1)
+    bed.run()
+    paced = bed.add("b", prompt=10, tokens=20)
+    bed.run(until_ms=500)
+    bed.add("slow", prompt=[7], tokens=1)
+    while bed.scheduler.quiet_until_ns() is None:
+        bed.step()
+    bed.core.reset_prefix_cache(reset_running_requests=True)
+    assert bed.scheduler.quiet_until_ns() is None
+    bed.run(until_ms=bed.now_ms + 3_000)
+    assert paced in bed.finished
+
+
 def test_waits_in_the_queue_until_the_next_token(is_async: bool, naps_ns: list[int]) -> None:
     """The loop waits for at most 50 ms at a time and dispatches at the very instant."""
     bed = all_paused(is_async)
