@@ -8,7 +8,7 @@ from served.client import Client, arrivals_of
 from served.server import Server
 
 BURST_SECONDS = 0.1
-SECONDS = 12
+SECONDS = 30
 
 
 @pytest.fixture(scope="module")
