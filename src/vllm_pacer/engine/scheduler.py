@@ -16,7 +16,8 @@ The rules:
 5. Nothing here waits for a result, so synchronous and asynchronous scheduling differ only in how
    many steps are in flight when a charge is settled.
 
-State lives in `Pauses` (who is paused) and `Ledger` (what is charged); the rest is per step.
+Who is paused is in `Pauses`, what is charged in `Ledger`; who is watched, who came to its quota in
+the last step and what is in flight are fields of the scheduler.
 """
 
 from collections import Counter
