@@ -11,7 +11,7 @@ import gc
 import json
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from statistics import median
@@ -25,7 +25,10 @@ from vllm_pacer import PacerConfig
 
 FAR_AWAY = PacerConfig(default=1_000_000)
 UNLIMITED = PacerConfig(default=None)
-PAIRS = 1_000
+PROCESS_PAIRS = 5  # where a process happens to lie in memory is worth a tenth of a microsecond
+STEP_PAIRS = 300  # of each pair of processes
+
+multiprocessing.set_forkserver_preload(["torch", "vllm.v1.core.sched.scheduler"])
 
 
 class Stepper:
@@ -82,7 +85,7 @@ def serve(connection: Connection, pacing: PacerConfig | None, users: list[str], 
 @contextmanager
 def remote(pacing: PacerConfig | None, users: list[str], **kw: Any) -> Iterator[RemoteStepper]:
     """Start a process that steps a scheduler."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, pacing, users, kw), daemon=True)
     process.start()
@@ -93,38 +96,42 @@ def remote(pacing: PacerConfig | None, users: list[str], **kw: Any) -> Iterator[
         process.join()
 
 
-def paired_ns(
-    first: Callable[[], int], second: Callable[[], int], steps: int
+def paired_us(
+    one: tuple[PacerConfig | None, list[str]],
+    other: tuple[PacerConfig | None, list[str]],
+    **kw: Any,
 ) -> tuple[float, float, float]:
-    """Return the medians of first, second and second − first."""
-    pairs = []
-    for index in range(steps):
-        if index % 2:
-            pairs.append((first(), second()))
-        else:
-            other = second()
-            pairs.append((first(), other))
+    """Return the median steps of both, and the median difference other − one."""
+    pairs: list[tuple[int, int]] = []
+    for _ in range(PROCESS_PAIRS):
+        with remote(*one, **kw) as first, remote(*other, **kw) as second:
+            for index in range(STEP_PAIRS):
+                if index % 2:
+                    pairs.append((first.step_ns(), second.step_ns()))
+                else:
+                    second_ns = second.step_ns()
+                    pairs.append((first.step_ns(), second_ns))
     return (
-        median(each for each, _ in pairs),
-        median(each for _, each in pairs),
-        median(b - a for a, b in pairs),
+        median(each for each, _ in pairs) / 1000,
+        median(each for _, each in pairs) / 1000,
+        median(b - a for a, b in pairs) / 1000,
     )
 
 
 def scheduled_cost(requests: int, one_user: bool, is_async: bool, pacing: PacerConfig) -> dict:
     """Measure what limits that are on and not binding add per scheduled request."""
     users = ["user"] * requests if one_user else [f"user-{i}" for i in range(requests)]
-    kw: dict[str, Any] = {"is_async": is_async, "residents": max(requests, 16)}
-    with remote(None, users, **kw) as stock, remote(pacing, users, **kw) as ours:
-        stock_ns, ours_ns, added_ns = paired_ns(stock.step_ns, ours.step_ns, PAIRS)
+    stock_us, ours_us, added_us = paired_us(
+        (None, users), (pacing, users), is_async=is_async, residents=max(requests, 16)
+    )
     return {
         "requests": requests,
         "users": 1 if one_user else requests,
         "scheduling": "async" if is_async else "sync",
         "limited": pacing.default is not None,
-        "stock_us": stock_ns / 1000,
-        "ours_us": ours_ns / 1000,
-        "added_ns_per_request": added_ns / requests,
+        "stock_us": stock_us,
+        "ours_us": ours_us,
+        "added_ns_per_request": added_us * 1000 / requests,
     }
 
 
@@ -133,16 +140,16 @@ def paused_cost(residents: int, running: int, users: int) -> dict:
     busy = [f"busy-{i}" for i in range(running)]
     paused = [f"paused-{i % users}" for i in range(residents)]
     pacing = PacerConfig(default=None, users=dict.fromkeys(paused, 0.001))
-    kw = {"residents": residents + running}
-    with remote(pacing, busy, **kw) as alone, remote(pacing, [*paused, *busy], **kw) as beside:
-        alone_ns, beside_ns, added_ns = paired_ns(alone.step_ns, beside.step_ns, PAIRS)
+    alone_us, beside_us, added_us = paired_us(
+        (pacing, busy), (pacing, [*paused, *busy]), residents=residents + running
+    )
     return {
         "paused": residents,
         "paused_users": users,
         "running": running,
-        "alone_us": alone_ns / 1000,
-        "beside_us": beside_ns / 1000,
-        "added_ns_per_paused": added_ns / residents,
+        "alone_us": alone_us,
+        "beside_us": beside_us,
+        "added_ns_per_paused": added_us * 1000 / residents,
     }
 
 
@@ -158,7 +165,7 @@ def absent_users_cost(users: int) -> dict:
     few = make_scheduler(PacerConfig(default=100), residents=16)
     add_requests(few, [f"busy-{i}" for i in range(8)])
     with_users, without = Stepper(scheduler, 1), Stepper(few, 1)
-    pairs = [(without.step_ns(), with_users.step_ns()) for _ in range(PAIRS)]
+    pairs = [(without.step_ns(), with_users.step_ns()) for _ in range(PROCESS_PAIRS * STEP_PAIRS)]
     return {
         "known_users": users,
         "median_added_us": median(b - a for a, b in pairs) / 1000,

@@ -20,7 +20,7 @@ arrival is removed afterwards.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from vllm_pacer.clock import NS_PER_SECOND
 from vllm_pacer.quota import Quota
@@ -131,11 +131,33 @@ class OutputRateLimiter:
         account.tat = tat
         return True
 
+    def take_granted(self, tokens_of: Mapping[Account, int]) -> list[Account]:
+        """Take tokens that were seen to be available from several accounts at once.
+
+        Returns:
+            The accounts that cannot give each of their live requests one more token now.
+
+        Raises:
+            ValueError: An account has fewer tokens. Those before it have been taken.
+        """
+        step = self._step
+        nearly_spent = []
+        for account, tokens in tokens_of.items():
+            if account.step != step:
+                self._enter_step(account)
+            increment = account._increment
+            account.tat = tat = account.tat + tokens * increment
+            if tat + (account.requests - 1) * increment > account.horizon:
+                nearly_spent.append(account)
+                if tat - increment > account.horizon:
+                    raise ValueError(f"{account.user!r} does not have the {tokens} tokens taken.")
+        return nearly_spent
+
     def refund(self, user: str, step: int, now_ns: int, tokens: int = 1) -> None:
         """Give back `tokens` that were taken in `step`, as far as that creates no new credit.
 
         Raises:
-            ValueError: The user asked for nothing in that step, or the step has ended.
+            ValueError: The step has ended.
         """
         self.give_back(self.account(user), step, now_ns, tokens)
 
@@ -146,12 +168,13 @@ class OutputRateLimiter:
             at: _lower(lowest, level)
             for at, lowest in (*account.earlier, (account.step, account.lowest))
         }
-        if step not in self._open_steps or step not in seen:
-            raise ValueError(f"User {account.user!r} has no open charge in step {step} to refund.")
-        given = min(tokens * account._increment, seen[step])
+        if step not in self._open_steps:
+            raise ValueError(f"Step {step} has ended: nothing of {account.user!r} can be refunded.")
+        drained = 0  # the lowest level since a charge that is not kept any more
+        given = min(tokens * account._increment, seen.get(step, drained))
         account.tat -= given
         # Without the refunded charge every level since then would have been lower by as much.
-        left = seen[step] - given
+        left = seen.get(step, drained) - given
         seen = {at: low - given if at >= step else min(low, left) for at, low in seen.items()}
         account.lowest = seen.pop(account.step)
         account.earlier = tuple(seen.items())
@@ -210,15 +233,15 @@ class OutputRateLimiter:
         """Prepare the account for charges at the instant of the current step."""
         now = self._now_ns * account._scale
         level = account.tat - now
-        if level < 0:
+        if level <= 0:
             account.tat = now
-            level = 0
-        if account.step >= self._oldest_open_step:
+            account.earlier = ()  # all charges have drained
+        elif account.step >= self._oldest_open_step:
             earlier = account.earlier
             if earlier:
                 earlier = self._still_open(earlier, level)
             account.earlier = (*earlier, (account.step, _lower(account.lowest, level)))
-        elif account.earlier:
+        else:
             account.earlier = ()
         account.lowest = _NOT_OBSERVED
         account.step = self._step

@@ -503,18 +503,18 @@ class Bed:
         if not self._paced:
             return
         limiter, books = self.scheduler._limiter, self.books
-        take, give_back = limiter.take, limiter.give_back
+        take_granted, give_back = limiter.take_granted, limiter.give_back
 
-        def counted_take(account: Any, tokens: int = 1) -> bool:
-            granted = take(account, tokens)
-            books.taken[account.user] += tokens * granted
-            return granted
+        def counted_take(tokens_of: Any) -> Any:
+            for account, tokens in tokens_of.items():
+                books.taken[account.user] += tokens
+            return take_granted(tokens_of)
 
         def counted_give_back(account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
             give_back(account, step, now_ns, tokens)
             books.given_back[account.user] += tokens
 
-        limiter.take, limiter.give_back = counted_take, counted_give_back
+        limiter.take_granted, limiter.give_back = counted_take, counted_give_back
 
     def _watch_aborts(self) -> None:
         abort_requests = self.core.abort_requests

@@ -304,17 +304,48 @@ def test_a_refund_is_no_savings_account() -> None:
     assert grants_at(limiter, 500 * MS) == 2
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_refund_without_an_open_charge_is_an_error(ended: bool) -> None:
-    """Nothing can be refunded of a step that has ended or in which the user had no part."""
+def test_taking_what_was_granted_names_those_that_run_low() -> None:
+    """Named are the accounts that cannot give each of their live requests one more token now."""
+    limiter = limiter_of(10)
+    limiter.begin_step(0)
+    accounts = [limiter.account(user) for user in "abc"]
+    for account, requests in zip(accounts, (1, 2, 1), strict=True):
+        account.requests = requests
+    tokens_of = dict(zip(accounts, (1, 1, 2), strict=True))
+    assert limiter.take_granted(tokens_of) == accounts[1:]
+    assert [limiter.available(account) for account in accounts] == [1, 1, 0]
+
+
+def test_taking_what_was_not_granted_is_an_error() -> None:
+    """Whoever takes more than was available is told, not served."""
+    limiter = limiter_of(10)
+    limiter.begin_step(0)
+    account = limiter.account("a")
+    account.requests = 3
+    with pytest.raises(ValueError, match="'a' does not have the 3 tokens taken"):
+        limiter.take_granted({account: 3})
+
+
+def test_a_refund_of_an_ended_step_is_an_error() -> None:
+    """Nothing can be refunded of a step that has ended."""
     limiter = limiter_of(10)
     step = limiter.begin_step(0)
     assert limiter.try_take("a")
-    if ended:
-        limiter.end_step(step)
+    limiter.end_step(step)
     tat = limiter.account("a").tat
-    with pytest.raises(ValueError, match="has no open charge in step"):
-        limiter.refund("a" if ended else "b", step, 1)
+    with pytest.raises(ValueError, match="has ended"):
+        limiter.refund("a", step, 0)
+    assert limiter.account("a").tat == tat
+
+
+def test_a_refund_without_a_charge_gives_nothing() -> None:
+    """A user that took nothing in a step gets nothing back of it, whatever it took later."""
+    limiter = limiter_of(10)
+    step = limiter.begin_step(0)
+    limiter.begin_step(1)
+    assert limiter.try_take("a")
+    tat = limiter.account("a").tat
+    limiter.refund("a", step, 1)
     assert limiter.account("a").tat == tat
 
 
@@ -462,7 +493,7 @@ def test_steps_may_end_in_any_order() -> None:
         steps.append(limiter.begin_step(ms * MS))
         limiter.try_take("a")
     limiter.end_step(steps[1])
-    with pytest.raises(ValueError, match="has no open charge"):
+    with pytest.raises(ValueError, match="has ended"):
         limiter.refund("a", steps[1], 20 * MS)
     limiter.refund("a", steps[0], 20 * MS)
     limiter.end_step(steps[0])

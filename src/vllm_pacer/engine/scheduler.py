@@ -108,6 +108,12 @@ class PacedScheduler(Scheduler):
         self._busy_since_ns: int | None = None
         self._other_waits = False
         self._skipped_until_ns: int | None = None
+
+        # What a step is charged that schedules the same as the last one.
+        self._repeated: dict[str, int] = {}
+        self._charges: dict[str, tuple[Account, int]] = {}
+        self._tokens_of: dict[Account, int] = {}
+
         self._quiet = False
         self._warned_of_short_burst = False
 
@@ -148,6 +154,7 @@ class PacedScheduler(Scheduler):
             self._watch(user)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._repeated = {}
         self._pauses.drop(request)
         self._tokens_when_preempted.pop(request, None)
         user = self._user_of.pop(request, None)
@@ -163,11 +170,13 @@ class PacedScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._quiet = False
+        self._repeated = {}
         self._leave_pauses(request)
         self._tokens_when_preempted[request] = request.num_output_tokens
         super()._preempt_request(request, *args, **kwargs)
 
     def _handle_stopped_request(self, request: Request) -> bool:
+        self._repeated = {}
         self._leave_pauses(request)
         return super()._handle_stopped_request(request)
 
@@ -480,25 +489,33 @@ class PacedScheduler(Scheduler):
 
     def _charge(self, output: SchedulerOutput, step: Step) -> None:
         """Charge a token to the user of each request that the step samples for."""
-        requests, user_of, charges = self.requests, self._user_of, step.charges
-        counts: dict[User[Request], int] = {}
-        for request_id in output.num_scheduled_tokens:
+        if output.num_scheduled_tokens != self._repeated:
+            self._find_charges(output.num_scheduled_tokens)
+        step.charges = self._charges.copy()
+        tokens_of = self._tokens_of
+        nearly_spent = self._limiter.take_granted(tokens_of)
+        watched = self._watched
+        if watched:
+            for user in [user for user in watched if user.account in tokens_of]:
+                del watched[user]  # it cannot run out in the next step
+        for account in nearly_spent:
+            user = self._users[account.user]
+            watched[user] = None
+            if not self._limiter.can_take(account):
+                self._spent[user] = None
+
+    def _find_charges(self, scheduled: dict[str, int]) -> None:
+        requests, user_of = self.requests, self._user_of
+        self._charges = charges = {}
+        self._tokens_of = tokens_of = {}
+        for request_id in scheduled:
             request = requests[request_id]
             if not request.is_prefill_chunk and (user := user_of.get(request)) is not None:
                 charges[request_id] = user.one_token
-                counts[user] = counts.get(user, 0) + 1
-        limiter, watched = self._limiter, self._watched
-        for user, count in counts.items():
-            account = user.account
-            granted = limiter.take(account, count)
-            assert granted, f"{account.user} was promised more than its quota"
-            if limiter.can_take(account, account.requests):
-                if user in watched:
-                    del watched[user]  # it cannot run out in the next step
-            else:
-                watched[user] = None
-                if not limiter.can_take(account):
-                    self._spent[user] = None
+                account = user.account
+                tokens_of[account] = tokens_of.get(account, 0) + 1
+        # Most steps schedule what the last one did. If that sampled for all, so does the next.
+        self._repeated = scheduled if len(charges) == len(scheduled) else {}
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
