@@ -1,6 +1,6 @@
 """Run the benchmarks, store the results as JSON and put their tables into the documentation.
 
-Usage: `python benchmarks/run.py [step_cost] [served]`; all of them if none is named.
+Usage: `python benchmarks/run.py [step_cost] [serving]`; all of them if none is named.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-BENCHMARKS = ("step_cost", "served")
+BENCHMARKS = ("step_cost", "serving")
 BEGIN, END = "<!-- generated -->\n", "<!-- /generated -->"
 
 Result = dict[str, Any]
@@ -158,7 +158,7 @@ def _throughput(rows: list[Result]) -> str:
 
 _TABLES = {
     "step_cost": {"scheduled": _scheduled, "paused": _paused, "absent": _absent},
-    "served": {"rates": _rates, "throughput": _throughput},
+    "serving": {"rates": _rates, "throughput": _throughput},
 }
 
 

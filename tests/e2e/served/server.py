@@ -110,7 +110,12 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 @contextmanager
 def launched(
-    folder: Path, version: str, lane: str, command: tuple[str, ...], *args: str
+    folder: Path,
+    version: str,
+    lane: str,
+    command: tuple[str, ...],
+    *args: str,
+    is_recorded: bool = True,
 ) -> Iterator[Server]:
     """Start a server and stop it at the end. It may not answer yet."""
     port = _free_port()
@@ -122,7 +127,7 @@ def launched(
             [sys.executable, *command, *SERVER_ARGS, "--port", str(port), *args],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(version, lane, record),
+            env=environment(version, lane, record if is_recorded else None),
             start_new_session=True,
         )
     server = Server(process, f"http://127.0.0.1:{port}", log, Record(record), lane)
