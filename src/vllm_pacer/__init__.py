@@ -20,6 +20,8 @@ def llm_kwargs(
     default: float | None,
     users: Mapping[str, float | None] | None = None,
     burst: float = 0.1,
+    weights: Mapping[str, float] | None = None,
+    fairness: bool = True,
 ) -> dict[str, Any]:
     """Return what to pass to `vllm.LLM` so that it limits its users, and let vLLM accept it.
 
@@ -32,6 +34,8 @@ def llm_kwargs(
         default: Tokens per second of every user that is not named; `None` for no limit.
         users: Tokens per second by user; `None` for no limit.
         burst: Seconds' worth of tokens that a user may be ahead of its rate.
+        weights: Users' weights when they share the engine; 1 if not named.
+        fairness: Whether users share the engine, or come in vLLM's own order.
 
     Raises:
         ConfigError: A value cannot be used.
@@ -40,7 +44,13 @@ def llm_kwargs(
     from vllm_pacer.engine.factory import PacedSchedulerFactory
     from vllm_pacer.engine.flags import install_engine_config
 
-    settings = {"default": default, "users": users or {}, "burst": burst}
+    settings = {
+        "default": default,
+        "users": users or {},
+        "burst": burst,
+        "weights": weights or {},
+        "fairness": fairness,
+    }
     pacing = make_config(settings, "llm_kwargs")
     install_engine_config()
     return {"scheduler_cls": PacedSchedulerFactory(pacing)}

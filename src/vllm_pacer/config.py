@@ -21,6 +21,8 @@ MAX_USER_NAME_LENGTH = 256
 MIN_RATE = Fraction(1, 1000)
 MAX_RATE = Fraction(1_000_000_000)
 MAX_BURST_SECONDS = Fraction(3600)
+MIN_WEIGHT = Fraction(1, 1000)
+MAX_WEIGHT = Fraction(1000)
 
 _RATE_HELP = (
     f"write a number from {float(MIN_RATE):g} to {int(MAX_RATE):,} (tokens per second), "
@@ -82,12 +84,29 @@ def _burst(value: object) -> Fraction:
     return _exact_number(value, Fraction(0), MAX_BURST_SECONDS, help_text)
 
 
+def _weight(value: object) -> Fraction:
+    help_text = f"write a number from {float(MIN_WEIGHT):g} to {int(MAX_WEIGHT):,}"
+    return _exact_number(value, MIN_WEIGHT, MAX_WEIGHT, help_text)
+
+
+def _fairness(value: object) -> bool:
+    on_or_off = {"on": True, "off": False}.get(value) if isinstance(value, str) else value
+    if not isinstance(on_or_off, bool):
+        raise ValueError(f"got {_shown(value)}; write on or off")
+    return on_or_off
+
+
 def _users(value: object) -> dict[str, object]:
+    return _by_user(value, 'tokens per second, for example {"user-a": 100, "user-b": null}')
+
+
+def _weights(value: object) -> dict[str, object]:
+    return _by_user(value, 'weight, for example {"user-a": 2}; everybody else has the weight 1')
+
+
+def _by_user(value: object, help_text: str) -> dict[str, object]:
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"got {_shown(value)}; write a mapping from user to tokens per second, "
-            'for example {"user-a": 100, "user-b": null}'
-        )
+        raise ValueError(f"got {_shown(value)}; write a mapping from user to {help_text}")
     for name in value:
         try:
             check_user_name(name)
@@ -97,15 +116,19 @@ def _users(value: object) -> dict[str, object]:
 
 
 Rate = Annotated[Fraction | None, BeforeValidator(_rate)]
+Weight = Annotated[Fraction, BeforeValidator(_weight)]
 
 
 class PacerConfig(BaseModel):
-    """Quotas of all users.
+    """Quotas of all users, and how they share the engine.
 
     Attributes:
         default: Tokens per second of every user that is not named; `None` for no limit.
         users: Tokens per second by user; `None` for no limit.
         burst: Seconds' worth of tokens that a user may be ahead of its rate.
+        weights: A user's weight when slots, KV blocks and positions are shared; 1 if not named.
+        fairness: Whether users share the engine by weight; if not, requests are taken in vLLM's
+            own order.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -113,6 +136,8 @@ class PacerConfig(BaseModel):
     default: Rate
     users: Annotated[dict[str, Rate], BeforeValidator(_users)] = {}
     burst: Annotated[Fraction, BeforeValidator(_burst)] = Fraction(1, 10)
+    weights: Annotated[dict[str, Weight], BeforeValidator(_weights)] = {}
+    fairness: Annotated[bool, BeforeValidator(_fairness)] = True
 
     @model_validator(mode="before")
     @classmethod
@@ -147,9 +172,14 @@ class PacerConfig(BaseModel):
         if len(self.users) > 8:
             limited = sum(rate is not None for rate in self.users.values())
             named = f"{len(self.users)} users named, {limited} of them limited"
-        return f"default {format_rate(self.default)}, burst {float(self.burst):g} s" + (
-            f", {named}" if named else ""
-        )
+        parts = [f"default {format_rate(self.default)}", f"burst {float(self.burst):g} s"]
+        if named:
+            parts.append(named)
+        if self.weights:
+            parts.append(f"{len(self.weights)} weights")
+        if not self.fairness:
+            parts.append("fairness off")
+        return ", ".join(parts)
 
 
 def format_rate(rate: Fraction | None) -> str:
@@ -204,7 +234,7 @@ def config_from_flags(default: str | None, users: str | None, file: str | None) 
 
 
 def config_from_file(file: str | Path) -> PacerConfig:
-    """Read a YAML or JSON file with the keys `default`, `burst` and `users`.
+    """Read a YAML or JSON file with the keys of `PacerConfig`.
 
     Raises:
         ConfigError: The file cannot be read, or a setting in it cannot be used.

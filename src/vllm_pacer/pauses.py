@@ -11,28 +11,27 @@ The rules:
 3. No more go on than there is room for. Users that are ready but found no room keep their place.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
+from vllm_pacer.fairness import Member
 from vllm_pacer.limiter import Account, OutputRateLimiter
+from vllm_pacer.wake_ups import WakeUp, WakeUps
 
 R = TypeVar("R", bound=Hashable)
-
-_SMALL_HEAP = 64
 
 
 class User(Generic[R]):
     """A user with live requests; `paused` holds its paused ones by priority class."""
 
-    __slots__ = ("account", "one_token", "owed_tokens", "paused", "wake_ns")
+    __slots__ = ("account", "member", "one_token", "owed_tokens", "paused")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, member: Member) -> None:
         self.account = account
+        self.member = member
         self.one_token = account, 1  # the charge of a decode step, made once
         self.paused: dict[int, deque[R]] = {}
-        self.wake_ns: int | None = None  # the entry in the wake-up queue that counts
         self.owed_tokens = 0  # what its requests outside may take before its paused ones
 
 
@@ -46,9 +45,7 @@ class Pauses(Generic[R]):
     def __init__(self, limiter: OutputRateLimiter) -> None:
         self._limiter = limiter
         self._place: dict[R, tuple[User[R], int]] = {}
-        self._wake_ups: list[tuple[int, int, User[R]]] = []
-        self._wake_up_count = 0
-        self._compact_above = _SMALL_HEAP
+        self._wake_ups: WakeUps[User[R]] = WakeUps()
 
     def __len__(self) -> int:
         """Return the number of paused requests."""
@@ -70,58 +67,68 @@ class Pauses(Generic[R]):
 
     def wake_by(self, user: User[R], wake_ns: int) -> None:
         """See to it that the user is looked at by `wake_ns`; no effect if nothing is paused."""
-        if user.paused and (user.wake_ns is None or wake_ns < user.wake_ns):
-            self._enqueue(user, wake_ns)
+        if user.paused:
+            set_ns = self._wake_ups.of(user)
+            if set_ns is None or wake_ns < set_ns:
+                self._wake_ups.set(user, wake_ns)
 
     def owe(self, user: User[R]) -> None:
         """Leave the user's next token, once, to a request of it that is not resident."""
         user.owed_tokens = 1
 
+    def wake_ns(self, user: User[R]) -> int | None:
+        """Return the instant at which the user is looked at, or `None`."""
+        return self._wake_ups.of(user)
+
     def next_wake_ns(self) -> int | None:
         """Return the instant at which the next paused request may go on, or `None`."""
-        wake_ups = self._wake_ups
-        while wake_ups and wake_ups[0][2].wake_ns != wake_ups[0][0]:
-            heapq.heappop(wake_ups)  # superseded by an earlier one
-        return wake_ups[0][0] if wake_ups else None
+        return self._wake_ups.next_ns()
 
-    def ready(self, now_ns: int, most: int) -> int:
-        """Return how many paused requests could go on now, counted no further than `most`."""
-        due: dict[User[R], tuple[int, int, User[R]]] = {}
+    def ready(self, now_ns: int, most: int) -> dict[User[R], int]:
+        """Return how many paused requests could go on now, by user, those that are due first.
+
+        Args:
+            now_ns: The time now.
+            most: Not more than so many are counted.
+        """
+        due: list[WakeUp[User[R]]] = []
+        ready: dict[User[R], int] = {}
         count = 0
-        while count < most:
-            wake_ns = self.next_wake_ns()
-            if wake_ns is None or wake_ns > now_ns:
-                break
-            entry = heapq.heappop(self._wake_ups)
-            user = entry[2]
-            if user not in due:
-                due[user] = entry
-                count += min(self._tokens(user), sum(map(len, user.paused.values())))
-        for entry in due.values():
-            heapq.heappush(self._wake_ups, entry)
-        return min(count, most)
+        while count < most and (wake_up := self._wake_ups.pop_due(now_ns)) is not None:
+            due.append(wake_up)
+            user = wake_up.item
+            paused = sum(map(len, user.paused.values()))
+            ready[user] = min(self._tokens(user), paused, most - count)
+            count += ready[user]
+        for wake_up in due:
+            self._wake_ups.put_back(wake_up)
+        return ready
 
     def resume(self, now_ns: int, room: int) -> list[R]:
         """Take out up to `room` requests that can go on now and return them."""
         resumed: list[R] = []
-        while len(resumed) < room:
-            wake_ns = self.next_wake_ns()
-            if wake_ns is None or wake_ns > now_ns:
-                break
-            _, _, user = heapq.heappop(self._wake_ups)
-            tokens = self._tokens(user)
-            taken = self._take(user, min(tokens, room - len(resumed)))
-            resumed += taken
-            if user.paused:
-                # What was left for want of room is still there in the next step.
-                next_token = len(taken) + 1 if len(taken) == tokens else 1
-                ready_ns = self._limiter.account_ready_at_ns(user.account, next_token)
-                # What is owed and not taken in this step is for the paused in the next.
-                self._enqueue(user, max(ready_ns, now_ns + 1) if user.owed_tokens else ready_ns)
-            else:
-                user.wake_ns = None
-            user.owed_tokens = 0
+        while len(resumed) < room and (wake_up := self._wake_ups.pop_due(now_ns)) is not None:
+            resumed += self._resume(wake_up.item, now_ns, room - len(resumed))
         return resumed
+
+    def resume_of(self, user: User[R], now_ns: int, count: int) -> list[R]:
+        """Take out up to `count` requests of a user that can go on now and return them."""
+        self._wake_ups.drop(user)
+        return self._resume(user, now_ns, count)
+
+    def _resume(self, user: User[R], now_ns: int, most: int) -> list[R]:
+        available = self._limiter.available(user.account)
+        tokens = max(available - user.owed_tokens, 0)
+        taken = self._take(user, min(tokens, most))
+        if user.paused:
+            # What was left for want of room is still there in the next step.
+            next_token = len(taken) + 1 if len(taken) == tokens else 1
+            ready_ns = self._limiter.account_ready_at_ns(user.account, next_token)
+            # What is owed and not taken in this step is for the paused in the next.
+            self._wake_ups.set(user, max(ready_ns, now_ns + 1) if user.owed_tokens else ready_ns)
+        if available:
+            user.owed_tokens = 0
+        return taken
 
     def drop(self, request: R) -> None:
         """Forget a request that is no longer resident; no effect if it is not paused."""
@@ -130,18 +137,13 @@ class Pauses(Generic[R]):
             user.paused[priority].remove(request)
             self._forget_if_empty(user, priority)
 
-    def victims(self) -> Iterator[R]:
-        """Iterate over the paused requests, those whose turn comes last first."""
-        users = dict.fromkeys(user for user, _ in self._place.values())
-        for user in sorted(users, key=_wake_ns, reverse=True):
-            for priority in sorted(user.paused, reverse=True):
-                yield from reversed(user.paused[priority])
+    def users(self) -> dict[User[R], None]:
+        """Return the users that have paused requests."""
+        return dict.fromkeys(user for user, _ in self._place.values())
 
     def _tokens(self, user: User[R]) -> int:
         """Return how many paused requests of the user may go on now."""
-        available = self._limiter.available(user.account)
-        user.owed_tokens = min(user.owed_tokens, available)
-        return available - user.owed_tokens
+        return max(self._limiter.available(user.account) - user.owed_tokens, 0)
 
     def _take(self, user: User[R], count: int) -> list[R]:
         taken: list[R] = []
@@ -159,22 +161,4 @@ class Pauses(Generic[R]):
         if not user.paused[priority]:
             del user.paused[priority]
             if not user.paused:
-                user.wake_ns = None
-
-    def _enqueue(self, user: User[R], wake_ns: int) -> None:
-        user.wake_ns = wake_ns
-        self._wake_up_count += 1
-        heapq.heappush(self._wake_ups, (wake_ns, self._wake_up_count, user))
-        if len(self._wake_ups) > self._compact_above:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Drop superseded wake-ups, which may lie far ahead, before they outnumber the others."""
-        self._wake_ups = [entry for entry in self._wake_ups if entry[2].wake_ns == entry[0]]
-        heapq.heapify(self._wake_ups)
-        self._compact_above = 2 * len(self._wake_ups) + _SMALL_HEAP
-
-
-def _wake_ns(user: User[R]) -> int:
-    assert user.wake_ns is not None, "a user with paused requests has a wake-up"
-    return user.wake_ns
+                self._wake_ups.drop(user)

@@ -283,6 +283,8 @@ class Bed:
         paced: bool = True,
         default_rate: int | float | None = None,
         burst_seconds: float = 0.1,
+        weights: Mapping[str, int | float] | None = None,
+        fairness: bool = True,
         step_ms: int = 30,
         max_num_seqs: int = 16,
         max_num_active_seqs: int | None = None,
@@ -296,7 +298,11 @@ class Bed:
     ) -> None:
         self.clock = FakeClock()
         self.pacing = PacerConfig(
-            default=default_rate, users=dict(rates or {}), burst=burst_seconds
+            default=default_rate,
+            users=dict(rates or {}),
+            burst=burst_seconds,
+            weights=dict(weights or {}),
+            fairness=fairness,
         )
         self.scripts: dict[str, Script] = {}
         self.requests: dict[str, Request] = {}
@@ -604,7 +610,7 @@ class Bed:
         scheduler = self.scheduler
         assert not scheduler.requests
         assert not scheduler.running
-        assert not scheduler.waiting
+        assert len(scheduler.waiting) == 0
         assert not scheduler.deferred_waiting
         assert not self.core.batch_queue
         assert not self._in_flight
@@ -623,7 +629,12 @@ class Bed:
         assert scheduler._steps_in_flight == 0
         assert not scheduler._spent
         assert not scheduler._refused
-        assert not scheduler._evicted
+        assert not scheduler._prefills
+        assert not scheduler._held_back
+        assert _held_by(scheduler._holdings) == {}
+        assert _held_by(scheduler.waiting) == {}
+        assert scheduler.waiting.next_wake_ns() is None
+        assert all(not each.slots + each.blocks for each in scheduler._fair._members.values())
         assert all(each.requests == 0 for each in scheduler._limiter._accounts.values())
         for user in self.users:
             assert self.books.charged(user) == (

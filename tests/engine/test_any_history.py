@@ -112,6 +112,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.bed.scheduler.set_pause_state(state)
 
     @precondition(lambda self: self.bed.scheduler.pause_state == PauseState.UNPAUSED)
+    @precondition(lambda self: self.bed.core.aborts_queue.empty())  # it would end the rest
     @rule()
     def wake_exactly(self) -> None:
         """A quiet scheduler computes nothing before the instant it names."""

@@ -32,16 +32,24 @@ def test_paused_gives_way_to_running(is_async: bool) -> None:
     bed.check_empty()
 
 
-def test_whose_turn_comes_last_gives_way_first(is_async: bool) -> None:
-    """Of several paused requests the one that would wait longest anyway is preempted."""
-    bed = small_bed({"a": 2, "z": 0.1}, blocks=22, is_async=is_async)
-    soon = bed.add("a", prompt=24, tokens=3)
-    late = bed.add("z", prompt=24, tokens=2)
+@pytest.mark.parametrize("greater", ["a", "z"])
+def test_greatest_share_gives_way_first(is_async: bool, greater: str) -> None:
+    """Of several users' paused requests one of the user that holds most is preempted."""
+    bed = small_bed({"a": 0.1, "z": 0.1}, blocks=22, is_async=is_async)
+    paused = {user: bed.add(user, prompt=28 if user == greater else 20, tokens=2) for user in "az"}
     bed.add("b", prompt=16, tokens=40)
     bed.run(until_ms=850)
-    assert late not in bed.residents()
-    assert soon in bed.residents()
-    assert preempted(bed) == [late]
+    assert preempted(bed) == [paused[greater]]
+
+
+def test_cheapest_gives_way_first(is_async: bool) -> None:
+    """Of one user's paused requests the one that is cheapest to compute again is preempted."""
+    bed = small_bed({"a": 0.1}, blocks=22, is_async=is_async)
+    cheap, _ = (bed.add("a", prompt=prompt, tokens=2) for prompt in (20, 28))
+    bed.run(until_ms=60)
+    bed.add("b", prompt=16, tokens=40)
+    bed.run(until_ms=850)
+    assert preempted(bed) == [cheap]
 
 
 def test_waiting_request_with_quota_makes_a_paused_one_give_way(is_async: bool) -> None:

@@ -1,6 +1,6 @@
 """Users without a limit are scheduled exactly as vLLM's own scheduler would."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -80,13 +80,28 @@ def steps_of(arrivals: list[Arrival], **kwargs: Any) -> list[StepRecord]:
 
 @pytest.mark.parametrize("limits", LIMITS)
 def test_without_limits_every_step_is_stock(is_async: bool, limits: str) -> None:
-    """The same arrivals give the same steps: when, who, how many tokens, who is preempted."""
+    """With sharing off the same arrivals give the same steps: when, who, and how many tokens."""
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(arrivals=arrivals, kwargs=settings_of_bed)
     def check(arrivals: list[Arrival], kwargs: dict[str, Any]) -> None:
         stock = steps_of(arrivals, paced=False, is_async=is_async, **kwargs)
-        ours = steps_of(arrivals, rates=LIMITS[limits], is_async=is_async, **kwargs)
+        ours = steps_of(arrivals, rates=LIMITS[limits], fairness=False, is_async=is_async, **kwargs)
+        assert ours == stock
+        assert [[*step.computed] for step in ours] == [[*step.computed] for step in stock]
+
+    check()
+
+
+def test_one_user_has_stock_steps(is_async: bool) -> None:
+    """A user that is alone has the steps of stock with sharing on, too."""
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(arrivals=arrivals, kwargs=settings_of_bed)
+    def check(arrivals: list[Arrival], kwargs: dict[str, Any]) -> None:
+        own = [replace(each, request={**each.request, "user": "a"}) for each in arrivals]
+        stock = steps_of(own, paced=False, is_async=is_async, **kwargs)
+        ours = steps_of(own, default_rate=1_000_000, is_async=is_async, **kwargs)
         assert ours == stock
         assert [[*step.computed] for step in ours] == [[*step.computed] for step in stock]
 

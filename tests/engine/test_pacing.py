@@ -85,6 +85,7 @@ def test_paused_requests_are_not_active(is_async: bool) -> None:
     bed = Bed({"a": 1}, is_async=is_async, max_num_seqs=8, max_num_active_seqs=2)
     for _ in range(4):
         bed.add("a", tokens=5)
+    bed.run(until_ms=150)
     others = [bed.add(OTHERS, tokens=20) for _ in range(2)]
     bed.run(until_ms=300)
     assert {*bed.steps[-1].computed} == {*others}

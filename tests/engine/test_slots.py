@@ -65,6 +65,7 @@ def test_paused_request_keeps_its_slot(is_async: bool, model: str) -> None:
     bed = Bed({"a": 1}, is_async=is_async, v2_model_runner=True, max_num_seqs=3)
     slots = with_slots(bed, model)
     paused = [bed.add("a", tokens=2) for _ in range(2)]
+    bed.run(until_ms=60)
     bed.add("b", tokens=40)
     bed.run(until_ms=800)
     assert slots.occupied >= {*paused}

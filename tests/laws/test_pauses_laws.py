@@ -7,6 +7,7 @@ from fractions import Fraction
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vllm_pacer.fairness import Member
 from vllm_pacer.limiter import OutputRateLimiter
 from vllm_pacer.pauses import Pauses, User
 from vllm_pacer.quota import Quota
@@ -46,7 +47,9 @@ class PausesMachine(RuleBasedStateMachine):
         self.pauses: Pauses[Request] = Pauses(self.limiter)
         self.now_ns = START_NS
         self.step = self.limiter.begin_step(self.now_ns)
-        self.models = {name: Model(User(self.limiter.account(name))) for name in "abcu"}
+        self.models = {
+            name: Model(User(self.limiter.account(name), Member(name, 1))) for name in "abcu"
+        }
         for model in self.models.values():
             model.user.account.requests = 1
         self.count = 0
@@ -158,7 +161,7 @@ class PausesMachine(RuleBasedStateMachine):
         """As many are ready as there are tokens and paused requests for."""
         due = [model for model in self.models.values() if model.paused and self._due(model)]
         expected = sum(min(self._tokens(model), len(model.paused)) for model in due)
-        assert self.pauses.ready(self.now_ns, most) == min(expected, most)
+        assert sum(self.pauses.ready(self.now_ns, most).values()) == min(expected, most)
 
     def _resume(self, room: int, comes_back: bool) -> None:
         """Those whose turn it is go on, each gets its token, and none could have been added."""
@@ -186,7 +189,7 @@ class PausesMachine(RuleBasedStateMachine):
             assert self.limiter.take(model.user.account), "went on without a token"
             model.charged_in.append(self.step)
         left = self.limiter.available(model.user.account)
-        if requests or kept_for_others:
+        if requests or kept_for_others or not left:
             model.waits_for_ns = None
         if model.paused and kept_for_others and left:
             model.waits_for_ns = self.now_ns + 1
@@ -197,18 +200,9 @@ class PausesMachine(RuleBasedStateMachine):
         paused = [request for model in self.models.values() for request in model.paused]
         assert len(self.pauses) == len(paused)
         assert sorted(self.pauses) == sorted(paused)  # type: ignore[type-var]
-        assert sorted(self.pauses.victims()) == sorted(paused)  # type: ignore[type-var]
         assert all(request in self.pauses for request in paused)
         for model in self.models.values():
             assert not any(request in self.pauses for request in model.visible)
-
-    @invariant()
-    def each_users_victims_come_in_reverse_turn(self) -> None:
-        """Of one user, the request whose turn comes last is the first victim."""
-        victims = list(self.pauses.victims())
-        for name, model in self.models.items():
-            own = [request for request in victims if request[0] == name]  # type: ignore[index]
-            assert own == model.in_turn()[::-1]
 
 
 TestPauses = PausesMachine.TestCase
@@ -221,3 +215,18 @@ def test_counterexample_a_wake_up_for_nothing_counted_twice() -> None:
     machine.rotate(name="a", priority=0)
     machine.step_forward(duration_ns=0, most=0, room=1, comes_back=False)
     machine.step_forward(duration_ns=100 * MS, most=2, room=0, comes_back=False)
+
+
+def test_counterexample_a_kept_token_that_was_taken() -> None:
+    """Found above: a token kept for others and taken by them is no reason to look before the next.
+
+    It was the model that waited for the wrong instant.
+    """
+    machine = PausesMachine()
+    machine.serve(name="a", priority=0, arrivals=1)
+    machine.owe(name="a")
+    machine.rotate(name="a", priority=0)
+    machine.step_forward(duration_ns=100 * MS, most=0, room=1, comes_back=False)
+    machine.serve(name="a", priority=0, arrivals=1)
+    machine.step_forward(duration_ns=1, most=0, room=1, comes_back=False)
+    machine.nobody_is_woken_too_late()

@@ -25,7 +25,7 @@ DEFAULT_FLAG = "--default-user-output-tokens-per-second"
 USERS_FLAG = "--user-output-tokens-per-second"
 ALLOWED_RATES = "write a number from 0.001 to 1,000,000,000 (tokens per second), or null"
 ALLOWED_BURSTS = "write a number of seconds from 0 to 3600"
-ALLOWED_KEYS = "write a mapping with the keys default, users, burst"
+ALLOWED_KEYS = "write a mapping with the keys default, users, burst, weights, fairness"
 
 BAD_RATES = {
     "zero": ("0", "0"),
@@ -418,3 +418,36 @@ def test_description_is_one_line() -> None:
     config = make_config({"default": None, "users": dict.fromkeys("abcdefgh", 1) | {"i": None}}, "")
     assert config.describe() == "default no limit, burst 0.1 s, 9 users named, 8 of them limited"
     assert format_rate(Fraction("0.001")) == "0.001 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("weights: {a: 0}", "weights: got 0; write a number from 0.001 to 1,000"),
+        ("weights: {a: heavy}", "got 'heavy'; write a number from 0.001 to 1,000"),
+        ("weights: {a: null}", "got None; write a number from 0.001 to 1,000"),
+        ("weights: [a]", "weights: got ['a']; write a mapping from user to weight"),
+        ("weights: {'': 1}", "a user's name must not be empty"),
+        ("fairness: sometimes", "fairness: got 'sometimes'; write on or off"),
+        ("fairness: 1", "fairness: got 1; write on or off"),
+    ],
+)
+def test_bad_sharing(text: str, expected: str, tmp_path: Path) -> None:
+    """A weight or a switch that cannot be used is named, with what is allowed."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(f"default: 1\n{text}\n")
+    with pytest.raises(ConfigError) as error:
+        config_from_file(path)
+    assert expected.partition(": ")[2] in str(error.value)
+
+
+@pytest.mark.parametrize(("written", "is_on"), [("on", True), ("off", False), ("'off'", False)])
+def test_sharing(written: str, is_on: bool, tmp_path: Path) -> None:
+    """Weights are exact, and sharing is on or off as it is written."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(f"default: 1\nweights: {{a: 0.5, b: 4}}\nfairness: {written}\n")
+    config = config_from_file(path)
+    assert config.weights == {"a": Fraction(1, 2), "b": Fraction(4)}
+    assert config.fairness is is_on
+    assert "2 weights" in config.describe()
+    assert ("fairness off" in config.describe()) is not is_on

@@ -20,7 +20,9 @@ from vllm_pacer.config import (
     MAX_BURST_SECONDS,
     MAX_RATE,
     MAX_USER_NAME_LENGTH,
+    MAX_WEIGHT,
     MIN_RATE,
+    MIN_WEIGHT,
     check_user_name,
     config_from_file,
     config_from_flags,
@@ -162,6 +164,7 @@ def test_the_ranges_table_is_what_the_code_accepts() -> None:
     assert documented == [
         (MIN_RATE, MAX_RATE),
         (0, MAX_BURST_SECONDS),
+        (MIN_WEIGHT, MAX_WEIGHT),
         (1, MAX_USER_NAME_LENGTH),
     ]
 

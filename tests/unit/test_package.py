@@ -12,7 +12,17 @@ import pytest
 import vllm_pacer
 
 PACKAGE = Path(vllm_pacer.__file__).parent
-ROOMS = ("clock", "quota", "limiter", "charges", "pauses", "config")
+ROOMS = (
+    "clock",
+    "quota",
+    "limiter",
+    "charges",
+    "fairness",
+    "positions",
+    "wake_ups",
+    "pauses",
+    "config",
+)
 """The pure modules; each may import those before it."""
 
 THIRD_PARTY = {"config": {"yaml", "pydantic"}}
@@ -109,8 +119,8 @@ def test_the_examples_in_docstrings(name: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    """The limiter and the quota are explained by examples, which the test above runs."""
+    """The core is explained by examples, which the test above runs."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in ("limiter", "quota"):
+    for name in ("limiter", "quota", "fairness", "positions"):
         module = importlib.import_module(f"vllm_pacer.{name}")
         assert [each for each in finder.find(module) if each.examples]

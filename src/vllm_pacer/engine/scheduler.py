@@ -15,14 +15,15 @@ The rules:
 4. A paused request gives way when KV blocks run out: it is preempted before a visible one.
 5. Nothing here waits for a result, so synchronous and asynchronous scheduling differ only in how
    many steps are in flight when a charge is settled.
+6. Between users `FairShare` decides who is admitted and who gives way, and `Positions` who is
+   computed when more could be than may. Nothing is decided in the order of vLLM's lists.
 
-Who is paused is in `Pauses`, what is charged in `Ledger`; who is watched, who came to its quota in
-the last step and what is in flight are fields of the scheduler.
+Who is paused is in `Pauses`, who waits in `WaitingQueue`, what residents hold in `Holdings`, what
+is charged in `Ledger`; who is watched, who came to its quota in the last step and what is in flight
+are fields of the scheduler.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -40,18 +41,21 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pacer.charges import Ledger, Step
 from vllm_pacer.clock import NS_PER_SECOND, Clock, MonotonicClock
 from vllm_pacer.config import PacerConfig
+from vllm_pacer.engine.holdings import Holdings
 from vllm_pacer.engine.identity import user_of
 from vllm_pacer.engine.snapshot import SnapshotWriter
+from vllm_pacer.engine.waiting import WaitingQueue
+from vllm_pacer.fairness import FairShare, FirstCome, Member
 from vllm_pacer.limiter import Account, OutputRateLimiter
 from vllm_pacer.pauses import Pauses, User
+from vllm_pacer.positions import Claim, Positions
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
+_ALL = 1 << 62
+
 _STEPS_WITHOUT_KEEPING = 8
 """After positions were kept for waiting requests in vain, for want of blocks say, none are kept."""
-
-_POSITIONS_PER_TOKEN = 10
-"""Positions that may be computed again for one token when requests take turns in the KV cache."""
 
 
 class PacedScheduler(Scheduler):
@@ -86,25 +90,50 @@ class PacedScheduler(Scheduler):
         self._pauses: Pauses[Request] = Pauses(self._limiter)
         self._users: dict[str, User[Request]] = {}
         self._user_of: dict[Request, User[Request]] = {}
-        self._tokens_when_preempted: dict[Request, int] = {}
+        self._nobody: User[Request] = User(Account("", None), Member("", 1))  # samples nothing
+        sharing = FairShare if pacing.fairness else FirstCome
+        blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        weights = {user: float(weight) for user, weight in pacing.weights.items()}
+        self._fair = sharing(self.max_num_running_reqs, blocks, weights)
+        self._holdings = Holdings(
+            self._fair,
+            self._pauses,
+            self.block_size,
+            self.max_model_len,
+            self._priority_class,
+            self._request_blocks_can_be_freed,
+        )
+        self._positions: dict[int, Positions[User[Request]]] = {}  # by priority class
+        self.waiting = WaitingQueue(
+            self._register,
+            self.policy == SchedulingPolicy.PRIORITY,
+            lambda user: self._fair.share(user.member),
+            self._may_admit,
+            self._holdings.admit,
+            self._holdings.give_back,
+        )
         self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
         self._steps_in_flight = 0
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self._active_limit: int = self.max_num_active_reqs
 
         # Of the current step, or the last one between two.
+        self._now_ns = 0
         self._step = Step(0)
         self._watched: dict[User[Request], None] = {}
         self._promised: dict[User[Request], int] = {}
         self._promised_last: Request | None = None
         self._refused: dict[Request, None] = {}
         self._spent: dict[User[Request], None] = {}
-        self._evicted: list[Request] = []
+        self._prefills: dict[User[Request], Request] = {}  # one in progress, if limited
+        self._held_back: list[Request] = []
         self._is_hiding = False
         self._is_guarding = False
         self._slots_held_in_queue = 0
+        self._claimed: dict[int, tuple[int, int]] | None = None  # by waiting users, if looked at
         self._kept = 0  # positions left to waiting requests
         self._keep_none_before = 0
+        self._held_back_in = -1  # the last step in which prompts were held back
         self._busy_since_ns: int | None = None
         self._other_waits = False
         self._skipped_until_ns: int | None = None
@@ -143,22 +172,38 @@ class PacedScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         """Add a request; its user is known from here until it is freed."""
         self._quiet = False
+        self._keep_none_before = 0
         super().add_request(request)
-        if self.requests.get(request.request_id) is request and request.sampling_params:
+        if self.requests.get(request.request_id) is request:
+            self._register(request)
+
+    def _register(self, request: Request) -> User[Request]:
+        if request.sampling_params is None:
+            return self._nobody
+        user = self._user_of.get(request)
+        if user is None:
             account = self._limiter.account(user_of(request.sampling_params))
             user = self._users.get(account.user)
             if user is None:
-                user = self._users[account.user] = User(account)
+                user = User(account, self._fair.enter(account.user))
+                self._users[account.user] = user
             account.requests += 1
             self._user_of[request] = user
             self._watch(user)
+        return user
+
+    def _owner(self, request: Request) -> User[Request]:
+        return self._user_of.get(request, self._nobody)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._repeated = {}
         self._pauses.drop(request)
-        self._tokens_when_preempted.pop(request, None)
         user = self._user_of.pop(request, None)
-        if user is not None:
+        if user is None:
+            self._holdings.give_back(self._nobody, request)
+        else:
+            self._holdings.forget(user, request, self._now_ns)
+            self._end_prefill(user, request)
             account = user.account
             account.requests -= 1
             if account.requests:
@@ -166,13 +211,17 @@ class PacedScheduler(Scheduler):
             else:
                 del self._users[account.user]
                 self._watched.pop(user, None)
+                self._fair.leave(user.member)
+                if len(self._users) == 1:
+                    self.waiting.unpark(next(iter(self._users.values())))  # it may prefill now
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._quiet = False
         self._repeated = {}
         self._leave_pauses(request)
-        self._tokens_when_preempted[request] = request.num_output_tokens
+        self._holdings.preempted(request)
+        self._end_prefill(self._owner(request), request)
         super()._preempt_request(request, *args, **kwargs)
 
     def _handle_stopped_request(self, request: Request) -> bool:
@@ -183,7 +232,7 @@ class PacedScheduler(Scheduler):
     def _leave_pauses(self, request: Request) -> None:
         if request in self._pauses:
             self._pauses.drop(request)
-            self._watch(self._user_of[request])
+            self._watch(self._owner(request))
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -199,10 +248,14 @@ class PacedScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Put together the next step from the requests whose users have quota."""
-        now_ns = self._clock.now_ns()
+        self._now_ns = now_ns = self._clock.now_ns()
         self._step = self._ledger.begin(now_ns)
         self._promised.clear()
-        self._limiter.cleanup_idle_users()
+        if len(self._limiter) > len(self._users):
+            self._limiter.cleanup_idle_users()
+        self._fair.expire(now_ns)
+        self.waiting.begin_step(now_ns)
+        self._claimed = None
         self._other_waits = False
         self._skipped_until_ns = None
         self._hide_paused(now_ns)
@@ -220,9 +273,14 @@ class PacedScheduler(Scheduler):
             running = running[: len(running) - len(pauses)]
         if self._spent:
             running = self._pause_spent(running, now_ns)
-        if pauses:
-            running = self._resume(running, now_ns)
-        if pauses:
+        if pauses or self.waiting.has_turns() or len(running) > self._active_limit:
+            running = self._choose_active(running, now_ns)
+        if self._prefills:
+            running = self._hold_back_prefills(running)
+        if len(running) > self._active_limit:
+            self._held_back += running[self._active_limit :]
+            running = running[: self._active_limit]
+        if pauses or self._held_back or self._kept:
             self._bound_admission()
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
             self._is_hiding = True
@@ -233,7 +291,8 @@ class PacedScheduler(Scheduler):
 
     def _bound_admission(self) -> None:
         """Let vLLM admit no more than there are slots beside those it does not see."""
-        slots = self.max_num_running_reqs - len(self._pauses) - self._slots_held_in_queue
+        hidden = len(self._pauses) + len(self._held_back) + self._slots_held_in_queue
+        slots = self.max_num_running_reqs - hidden
         self.max_num_active_reqs = min(self._active_limit, slots)
 
     def _show_paused(self) -> None:
@@ -246,11 +305,8 @@ class PacedScheduler(Scheduler):
             return
         self._is_hiding = False
         del self.kv_cache_manager.allocate_slots
-        self.running = [*self.running, *self._pauses]
-        # At the head of the queue only now: vLLM pops the head after it admits a request.
-        for victim in reversed(self._evicted):
-            self.waiting.prepend_request(victim)
-        self._evicted.clear()
+        self.running = [*self.running, *self._held_back, *self._pauses]
+        self._held_back.clear()
 
     def _pause_spent(self, running: list[Request], now_ns: int) -> list[Request]:
         """Pause what needs a token of users that came to their quota: the unserved first."""
@@ -268,7 +324,7 @@ class PacedScheduler(Scheduler):
             else:
                 served.append(request)
         for request in served:
-            self._pause(request, self._user_of[request])
+            self._pause(request, self._owner(request))
         spent.clear()
         refused.clear()
         return stay
@@ -276,48 +332,183 @@ class PacedScheduler(Scheduler):
     def _pause(self, request: Request, user: User[Request]) -> None:
         wake_ns = self._limiter.account_ready_at_ns(user.account)
         self._pauses.pause(request, user, self._priority_class(request), wake_ns)
+        self._holdings.update(user, request)
         if sum(map(len, user.paused.values())) == user.account.requests:
             self._watched.pop(user, None)  # nothing of it can take a token
 
-    def _resume(self, running: list[Request], now_ns: int) -> list[Request]:
+    def _choose_active(self, running: list[Request], now_ns: int) -> list[Request]:
         """Let those go on whose users have quota again, within the limit of active requests."""
-        pauses = self._pauses
         room = self._active_limit - len(running)
-        ready = pauses.ready(now_ns, most=self._active_limit)
-        if not ready:
-            return self._resumed(now_ns, room) + running  # looks at users that were woken in vain
-        may_yield: list[Request] = []
-        if ready > room:
-            # More could run than may: those that have been visible longest make room, which are
-            # the last. A prefill needs no token yet and would wait for one here.
-            may_yield = [request for request in reversed(running) if not _is_mid_prefill(request)]
-        moving = room + min(max(ready - room, 0), len(may_yield))
-        self._kept = self._positions_for_waiting(moving, len(running))
-        for request in may_yield[: max(ready + self._kept - room, 0)]:
-            user = self._user_of[request]
-            pauses.pause(request, user, self._priority_class(request), now_ns)
-        if may_yield:
-            running = [request for request in running if request not in pauses]
-        # In front, or the prefills of others would leave them no room in the step.
-        return self._resumed(now_ns, self._active_limit - self._kept - len(running)) + running
+        is_sharing = self._pacing.fairness and len(self._users) > 1
+        ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
+        newcomers = self._newcomers() if is_sharing else []
+        count = sum(ready.values())
+        if count + len(newcomers) <= room:
+            self._positions.clear()
+            return self._pauses_over(now_ns, room) + running
+        if not is_sharing:
+            return self._rotate(running, count - room, now_ns)
+        return self._divide(running, ready, newcomers, now_ns)
 
-    def _resumed(self, now_ns: int, room: int) -> list[Request]:
-        resumed = self._pauses.resume(now_ns, room)
-        for request in resumed:
-            self._watch(self._user_of[request])
-        return resumed
+    def _newcomers(self) -> list[tuple[User[Request], Request]]:
+        """Return the first waiting request of each user for which there is a slot.
 
-    def _positions_for_waiting(self, moving: int, visible: int) -> int:
-        """Return how many of the `moving` positions to leave to waiting requests: half of them.
-
-        Residents that are ready would otherwise pass all positions on among themselves, and nobody
-        new would be admitted while slots are free.
+        If there is none, a paused request gives way.
         """
-        slots = self.max_num_running_reqs - len(self._pauses) - visible
-        step = self._step.number
-        if not self.waiting or step < self._keep_none_before:
-            return 0
-        return max(0, min(len(self.waiting), slots, (moving + step % 2) // 2))
+        if self._step.number < self._keep_none_before or not self.waiting.has_turns():
+            return []
+        free = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        if free <= 0 and not self._pauses:
+            return []
+        newcomers = []
+        for user, request in self.waiting.heads()[: self._active_limit]:
+            if free > 0:
+                if self._may_admit(user, request):
+                    newcomers.append((user, request))
+                    free -= 1
+            elif self._may_begin(user, request):
+                victim = self._holdings.victim_for_slot(user, request, self._tokens_left)
+                if victim is None:
+                    break
+                self._evict(victim)
+                newcomers.append((user, request))
+        return newcomers
+
+    def _pauses_over(self, now_ns: int, room: int) -> list[Request]:
+        return self._resumed(self._pauses.resume(now_ns, room))
+
+    def _resumed(self, requests: list[Request]) -> list[Request]:
+        for request in requests:
+            self._watch(self._owner(request))
+        return requests
+
+    def _yield(self, request: Request, now_ns: int) -> None:
+        """Pause a request that could go on, for want of a position."""
+        user = self._owner(request)
+        self._pauses.pause(request, user, self._priority_class(request), now_ns)
+        self._holdings.update(user, request)
+
+    def _rotate(self, running: list[Request], surplus: int, now_ns: int) -> list[Request]:
+        """Let requests take turns: those that have been visible longest make room."""
+        # A prefill needs no token yet and would wait for one here.
+        may_yield = [request for request in reversed(running) if not _is_mid_prefill(request)]
+        for request in may_yield[:surplus]:
+            self._yield(request, now_ns)
+        running = [request for request in running if request not in self._pauses]
+        # In front, or the prefills of others would leave them no room in the step.
+        return self._pauses_over(now_ns, self._active_limit - len(running)) + running
+
+    def _divide(
+        self,
+        running: list[Request],
+        ready: dict[User[Request], int],
+        newcomers: list[tuple[User[Request], Request]],
+        now_ns: int,
+    ) -> list[Request]:
+        """Divide the positions between users: a better class first, within one by weight."""
+        visible: dict[User[Request], dict[int, list[Request]]] = {}
+        claims: dict[int, dict[User[Request], int]] = {}
+
+        def claim(user: User[Request], priority: int, count: int) -> None:
+            of_class = claims.setdefault(priority, {})
+            of_class[user] = of_class.get(user, 0) + count
+
+        for request in running:
+            user, priority = self._owner(request), self._priority_class(request)
+            visible.setdefault(user, {}).setdefault(priority, []).append(request)
+            claim(user, priority, 1)
+        for user, count in ready.items():
+            for priority in sorted(user.paused):
+                paused = min(count, len(user.paused[priority]))
+                claim(user, priority, paused)
+                count -= paused
+        for user, request in newcomers:
+            claim(user, self._priority_class(request), self._claim_of_newcomers(user, ready))
+
+        left = self._active_limit
+        going_on: dict[User[Request], int] = {}
+        for priority in sorted(claims):
+            positions = self._positions.setdefault(priority, Positions())
+            given = positions.divide(
+                left,
+                {
+                    user: Claim(count, user.member.weight)
+                    for user, count in claims[priority].items()
+                },
+            )
+            left -= sum(given.values())
+            for user, count in given.items():
+                own = visible.get(user, {}).get(priority, [])
+                paused = min(ready.get(user, 0), len(user.paused.get(priority, ())))
+                room = count - len(own) + self._make_room(own, count, paused, now_ns)
+                going_on[user] = going_on.get(user, 0) + max(min(room, paused), 0)
+        running = [
+            request
+            for request in running
+            if request not in self._pauses and request not in self._held_back
+        ]
+        room = self._active_limit - len(running)
+        resumed: list[Request] = []
+        for user in ready:
+            count = min(going_on.get(user, 0), room - len(resumed))
+            resumed += self._resumed(self._pauses.resume_of(user, now_ns, count))
+        if newcomers:
+            self._kept = room - len(resumed)
+        return resumed + running
+
+    def _claim_of_newcomers(self, user: User[Request], ready: dict[User[Request], int]) -> int:
+        tokens = self._tokens_left(user) - ready.get(user, 0)
+        return max(1, min(self.waiting.length_of(user), tokens))
+
+    def _make_room(self, own: list[Request], positions: int, paused: int, now_ns: int) -> int:
+        """Let those of a user's requests pause that have been visible longest.
+
+        Returns:
+            How many do.
+        """
+        surplus = len(own) - positions
+        decodes = [request for request in reversed(own) if not _is_mid_prefill(request)]
+        if surplus == 0 and paused and positions:
+            surplus = 1  # its requests take turns, one in each step
+        elif surplus > len(decodes):
+            # A prompt in progress needs no token, so it is not paused: it misses this step.
+            prefills = [request for request in reversed(own) if _is_mid_prefill(request)]
+            self._held_back += prefills[: surplus - len(decodes)]
+        del decodes[max(surplus, 0) :]
+        for request in decodes:
+            self._yield(request, now_ns)
+        return len(decodes)
+
+    def _evict(self, victim: Request) -> None:
+        self._preempt_request(
+            victim,
+            self._now_ns / NS_PER_SECOND,
+            drop_stale_output=self.requires_kv_delivery,
+        )
+
+    def _hold_back_prefills(self, running: list[Request]) -> list[Request]:
+        """Leave out a prompt of a user at its quota while another user's prompt is to be computed.
+
+        Every other step at most, so it goes on.
+        """
+        if self._step.number <= self._held_back_in + 1 or len(self._users) == 1:
+            return running
+        at_quota = {
+            request for user, request in self._prefills.items() if not self._has_plenty(user)
+        }
+        if not at_quota:
+            return running
+        users = {self._owner(request) for request in at_quota}
+        is_waited_for = any(user not in users for user, _ in self.waiting.heads()) or any(
+            _is_mid_prefill(request) and self._owner(request) not in users for request in running
+        )
+        if not is_waited_for:
+            return running
+        held_back = [request for request in running if request in at_quota]
+        if held_back:
+            self._held_back_in = self._step.number
+            self._held_back += held_back
+        return [request for request in running if request not in at_quota]
 
     def _watch(self, user: User[Request]) -> None:
         if user.account.limited:
@@ -355,18 +546,88 @@ class PacedScheduler(Scheduler):
             # A session's next input comes as a new request, which ends the rest anyway.
             self._other_waits |= request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
             return False
+        if not request.num_computed_tokens:
+            return True  # the queue offers only what may be admitted
         if self._has_quota(request) or self._can_prefill_without_quota(request):
             return True
         # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
-        if request.num_computed_tokens:
-            self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
-            self._bound_admission()
-        user = self._user_of[request]
+        self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
+        self._bound_admission()
+        user = self._owner(request)
         self._pauses.owe(user)
         ready_ns = self._limiter.account_ready_at_ns(user.account)
         if self._skipped_until_ns is None or ready_ns < self._skipped_until_ns:
             self._skipped_until_ns = ready_ns
         return False
+
+    def _may_admit(self, user: User[Request], request: Request) -> bool:
+        """Whether the queue may offer a request in this step."""
+        return self._has_room(user, request) and self._may_begin(user, request)
+
+    def _has_room(self, user: User[Request], request: Request) -> bool:
+        member, holdings = user.member, self._holdings
+        blocks = holdings.blocks(request.num_tokens)
+        is_entitled = self._fair.is_entitled(member, blocks)
+        if not member.slots or (is_entitled and self._has_plenty(user)):
+            return True
+        if self._claimed is None:
+            self._claimed = self._claims_of_waiting_users()
+        slots = claimed = 0
+        for priority, of_class in self._claimed.items():
+            if priority <= self._priority_class(request):
+                slots, claimed = slots + of_class[0], claimed + of_class[1]
+        if is_entitled:  # then it is among them
+            slots, claimed = slots - 1, claimed - blocks
+        residents = len(self.running) + self.num_waiting_for_streaming_input
+        if self._is_hiding:  # else `running` has them all
+            residents += len(self._pauses) + len(self._held_back)
+        kv_cache = self.kv_cache_manager
+        free_blocks = kv_cache.block_pool.get_num_free_blocks() - kv_cache.watermark_blocks
+        return self._fair.may_admit(
+            member,
+            holdings.most_blocks(request),
+            self.max_num_running_reqs - residents - slots,
+            free_blocks - holdings.growth - claimed,
+        )
+
+    def _claims_of_waiting_users(self) -> dict[int, tuple[int, int]]:
+        """Return slots and blocks for the first requests of users within their part, by class."""
+        claims: dict[int, tuple[int, int]] = {}
+        for user, request in self.waiting.first_of_each_user():
+            needed = self._holdings.blocks(request.num_tokens)
+            if self._fair.is_entitled(user.member, needed):
+                slots, blocks = claims.get(self._priority_class(request), (0, 0))
+                claims[self._priority_class(request)] = slots + 1, blocks + needed
+        return claims
+
+    def _may_begin(self, user: User[Request], request: Request) -> bool:
+        """Whether the user's quota lets a request begin.
+
+        Beside others a user at its quota begins a prompt for every token that it has, and one at a
+        time: its prompts keep pace with its quota and do not fill the steps of others.
+        """
+        if self._has_plenty(user):
+            return True
+        is_alone = len(self._users) == 1
+        if self._tokens_left(user) > 0:
+            return is_alone or user not in self._prefills
+        if is_alone and self._can_prefill_without_quota(request):
+            return True
+        if not self._has_better_resident(user, self._priority_class(request)):
+            self._pauses.owe(user)
+        next_token = self._promised.get(user, 0) + 1
+        self.waiting.park(user, self._limiter.account_ready_at_ns(user.account, next_token))
+        return False
+
+    def _has_better_resident(self, user: User[Request], priority: int) -> bool:
+        return self.policy == SchedulingPolicy.PRIORITY and (
+            any(each < priority for each in user.paused)
+            or any(self._owner(each) is user and each.priority < priority for each in self.running)
+        )
+
+    def _has_plenty(self, user: User[Request]) -> bool:
+        """Whether the user has a token for each of its requests."""
+        return user not in self._watched or self._tokens_left(user) >= user.account.requests
 
     def _can_prefill_without_quota(self, request: Request) -> bool:
         """Whether some of the request's prompt can be computed, and fits, before it samples."""
@@ -387,7 +648,7 @@ class PacedScheduler(Scheduler):
         return blocks - kv_cache.block_pool.get_num_free_blocks()
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        return self._holdings.blocks(tokens)
 
     def _can_split_prefill(self, request: Request) -> bool:
         # A chunk that does not sample makes the worker take back a seeded request's random draw,
@@ -402,63 +663,26 @@ class PacedScheduler(Scheduler):
     ) -> KVCacheBlocks | None:
         """Allocate KV blocks, preempting paused requests one by one until they suffice."""
         while (blocks := self._allocate_slots(request, *args, **kwargs)) is None:
-            victim = self._paused_victim(request)
-            if victim is None:
+            victims = self._paused_victims(request)
+            if not victims:
                 return None
-            self._preempt_request(
-                victim,
-                self._clock.now_ns() / NS_PER_SECOND,
-                drop_stale_output=self.requires_kv_delivery,
-            )
-            self.waiting.remove_request(victim)
-            self._evicted.append(victim)
+            for victim in victims:
+                self._evict(victim)
         return blocks
 
-    def _paused_victim(self, request: Request) -> Request | None:
-        """Return the paused request that gives way to `request`, if one does."""
+    def _paused_victims(self, request: Request) -> list[Request]:
+        """Return the paused requests that give way to `request`, if they suffice."""
         if request.status == RequestStatus.RUNNING:
             worst_class = self._priority_class(request)
             if self.policy == SchedulingPolicy.PRIORITY:
                 worst_class = max(map(self._priority_class, self.running))
-            return next(self._victims(worst_class), None)
+            victim = self._holdings.victim_for_resident(worst_class)
+            return [] if victim is None else [victim]
         if not self._has_quota(request) and request is not self._promised_last:
-            return None  # it would only be paused in the other's place
-        victims = self._victims_for_newcomer(request)
-        # To evict some that do not suffice would cost them their blocks for nothing.
-        freed = sum(self._blocks(victim.num_computed_tokens) for victim in victims)
-        return victims[0] if victims and freed >= self._missing_blocks(request) else None
-
-    def _victims(self, worst_class: int) -> Iterator[Request]:
-        for victim in self._pauses.victims():
-            if self._priority_class(victim) >= worst_class and self._request_blocks_can_be_freed(
-                victim
-            ):
-                yield victim
-
-    def _victims_for_newcomer(self, request: Request) -> list[Request]:
-        """Return whom a waiting request may displace: paused ones of users with more residents.
-
-        So users end up with equal numbers and stay there. If the numbers only trade places, a
-        request that was displaced itself waits until its victim has earned its recomputation: else
-        the two would compute whole contexts for a token each.
-        """
-        residents = Counter(map(self._user_of.get, chain(self.running, self._pauses)))
-        own = residents[self._user_of.get(request)]
-        victims = []
-        for victim in self._victims(self._priority_class(request)):
-            user = self._user_of[victim]
-            is_fair = residents[user] > own + 1 or (
-                residents[user] > own
-                and (not request.num_preemptions or self._has_earned_recomputation(victim))
-            )
-            if is_fair and not self._tokens_left(user):
-                residents[user] -= 1
-                victims.append(victim)
-        return victims
-
-    def _has_earned_recomputation(self, request: Request) -> bool:
-        tokens = request.num_output_tokens - self._tokens_when_preempted.get(request, 0)
-        return tokens * _POSITIONS_PER_TOKEN >= request.num_computed_tokens
+            return []  # it would only be paused in the other's place
+        missing = self._missing_blocks(request)
+        user = self._owner(request)
+        return self._holdings.victims_for_blocks(user, request, missing, self._tokens_left)
 
     def _has_quota(self, request: Request) -> bool:
         """Whether a token may be promised to the request in this step."""
@@ -479,6 +703,9 @@ class PacedScheduler(Scheduler):
         if output.total_num_scheduled_tokens:
             self._charge(output, step)
             self._steps_in_flight += 1
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        if output.scheduled_new_reqs or resumed or self._prefills:
+            self._note_prefills(output)
         self._ledger.dispatch(step)
         if step.charges:
             self._dispatched[id(output)] = output, step
@@ -486,6 +713,22 @@ class PacedScheduler(Scheduler):
         self._quiet = not (self._steps_in_flight or self._other_waits)
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
+
+    def _note_prefills(self, output: SchedulerOutput) -> None:
+        """Note which users have a prompt in progress."""
+        for user, request in [*self._prefills.items()]:
+            if not request.is_prefill_chunk:
+                del self._prefills[user]
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if request.is_prefill_chunk:
+                user = self._owner(request)
+                if user.account.limited:
+                    self._prefills[user] = request
+
+    def _end_prefill(self, user: User[Request], request: Request) -> None:
+        if self._prefills.get(user) is request:
+            del self._prefills[user]
 
     def _charge(self, output: SchedulerOutput, step: Step) -> None:
         """Charge a token to the user of each request that the step samples for."""
@@ -507,7 +750,8 @@ class PacedScheduler(Scheduler):
     def _find_charges(self, scheduled: dict[str, int]) -> None:
         requests, user_of = self.requests, self._user_of
         self._charges = charges = {}
-        self._tokens_of = tokens_of = {}
+        tokens_of: dict[Account, int] = {}
+        self._tokens_of = tokens_of
         for request_id in scheduled:
             request = requests[request_id]
             if not request.is_prefill_chunk and (user := user_of.get(request)) is not None:
@@ -550,7 +794,9 @@ class PacedScheduler(Scheduler):
             self._wake(user)
 
     def _wake(self, user: User[Request]) -> None:
-        self._pauses.wake_by(user, self._limiter.account_ready_at_ns(user.account))
+        ready_ns = self._limiter.account_ready_at_ns(user.account)
+        self._pauses.wake_by(user, ready_ns)
+        self.waiting.unpark(user)
 
     def _write_snapshot(self, snapshot: SnapshotWriter) -> None:
         snapshot.write(
@@ -578,11 +824,13 @@ class PacedScheduler(Scheduler):
         """
         if not self._quiet:
             return None
-        wake_ns = self._pauses.next_wake_ns()
-        skipped_ns = self._skipped_until_ns
-        if wake_ns is None or skipped_ns is None:
-            return wake_ns if skipped_ns is None else skipped_ns
-        return min(wake_ns, skipped_ns)
+        wake_ups = (
+            self._pauses.next_wake_ns(),
+            self.waiting.next_wake_ns(),
+            self._skipped_until_ns,
+            self._fair.next_expiry_ns() if len(self.waiting) else None,
+        )
+        return min((each for each in wake_ups if each is not None), default=None)
 
 
 class PacedAsyncScheduler(PacedScheduler, AsyncScheduler):

@@ -1,0 +1,176 @@
+"""What residents hold, and which of the paused ones gives way when slots or KV blocks run out."""
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter, itemgetter
+
+from vllm.v1.request import Request
+
+from vllm_pacer.fairness import FairShare
+from vllm_pacer.pauses import Pauses, User
+
+_POSITIONS_PER_TOKEN = 10
+"""Positions that may be computed again for one token when requests take turns in the KV cache."""
+
+_recomputation = attrgetter("num_computed_tokens")
+
+
+class Holdings:
+    """The KV blocks of every resident, and the choice of victims.
+
+    Args:
+        fair: Decides between users.
+        pauses: The paused requests: nobody else gives way.
+        block_size: Tokens per KV block.
+        max_model_len: The most tokens of a request.
+        class_of: Gives a request's priority class.
+        can_be_freed: Whether a request's blocks are free at once when it is preempted.
+    """
+
+    def __init__(
+        self,
+        fair: FairShare,
+        pauses: Pauses[Request],
+        block_size: int,
+        max_model_len: int,
+        class_of: Callable[[Request], int],
+        can_be_freed: Callable[[Request], bool],
+    ) -> None:
+        self._fair = fair
+        self._pauses = pauses
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._class_of = class_of
+        self._can_be_freed = can_be_freed
+        self._blocks_of: dict[Request, int] = {}
+        self._growth_of: dict[Request, int] = {}
+        self.growth = 0  # the blocks that residents may still come to hold
+        self._tokens_when_preempted: dict[Request, int] = {}
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many KV blocks so many tokens fill."""
+        return -(-tokens // self._block_size)
+
+    # --- what is held -----------------------------------------------------------------------
+
+    def most_blocks(self, request: Request) -> int:
+        """Return the most blocks that a request may come to hold."""
+        tokens = request.num_prompt_tokens + request.max_tokens  # none for a pooling request
+        return self.blocks(min(tokens, self._max_model_len))
+
+    def admit(self, user: User[Request], request: Request) -> None:
+        """Note that a request becomes resident."""
+        blocks = self._blocks_of[request] = self.blocks(request.num_tokens)
+        self._fair.admit(user.member, blocks)
+        growth = self._growth_of[request] = max(self.most_blocks(request) - blocks, 0)
+        self.growth += growth
+
+    def update(self, user: User[Request], request: Request) -> None:
+        """Look at what a resident holds now."""
+        grown = self.blocks(request.num_computed_tokens) - self._blocks_of[request]
+        if grown:
+            self._fair.grow(user.member, grown)
+            self._blocks_of[request] += grown
+            self._growth_of[request] -= grown
+            self.growth -= grown
+
+    def give_back(self, user: User[Request], request: Request) -> int | None:
+        """Note that a request is not resident any more; return its blocks, if it was."""
+        blocks = self._blocks_of.pop(request, None)
+        if blocks is not None:
+            self._fair.release(user.member, blocks)
+            self.growth -= self._growth_of.pop(request)
+        return blocks
+
+    def preempted(self, request: Request) -> None:
+        """Note how far a request has come that is being preempted."""
+        self._tokens_when_preempted[request] = request.num_output_tokens
+
+    def forget(self, user: User[Request], request: Request, now_ns: int) -> None:
+        """Note the end of a request; its room may be kept for its user's next."""
+        self._tokens_when_preempted.pop(request, None)
+        blocks = self.give_back(user, request)
+        if blocks is not None:
+            self._fair.keep(user.member, blocks, now_ns)
+
+    # --- who gives way ----------------------------------------------------------------------
+
+    def victim_for_resident(self, worst_class: int) -> Request | None:
+        """Return the paused request that gives way to a resident that needs a block."""
+        return next((victim for _, victim in self._in_order(worst_class)), None)
+
+    def victim_for_slot(
+        self, user: User[Request], request: Request, tokens_left: Callable[[User[Request]], int]
+    ) -> Request | None:
+        """Return the paused request that gives its slot to a waiting one, or `None`."""
+        victims = self._victims_for(user, request, tokens_left)
+        return next(victims, None)
+
+    def victims_for_blocks(
+        self,
+        user: User[Request],
+        request: Request,
+        missing: int,
+        tokens_left: Callable[[User[Request]], int],
+    ) -> list[Request]:
+        """Return the paused requests that give a waiting one the blocks it misses, or none.
+
+        To evict some that do not suffice would cost them their blocks for nothing.
+        """
+        victims = []
+        for victim in self._victims_for(user, request, tokens_left):
+            victims.append(victim)
+            missing -= self._blocks_of[victim]
+            if missing <= 0:
+                return victims
+        return []
+
+    def _victims_for(
+        self,
+        user: User[Request],
+        request: Request,
+        tokens_left: Callable[[User[Request]], int],
+    ) -> Iterator[Request]:
+        """Iterate over those that give way to a waiting request, as if each had done so already.
+
+        A user that holds nothing at all takes turns with one whose tokens are used up. A request
+        that was displaced itself waits until its victim has earned its recomputation: else the two
+        would compute whole contexts for a token each.
+        """
+        fair = self._fair
+        needed = self.blocks(request.num_tokens)
+        gone: dict[User[Request], tuple[int, int]] = {}
+        for holder, victim in self._in_order(self._class_of(request)):
+            slots, blocks = gone.get(holder, (0, 0))
+            slots, blocks = slots + 1, blocks + self._blocks_of[victim]
+            if fair.gives_way(holder.member, slots, blocks, user.member, needed) or (
+                not user.member.slots
+                and fair.share(holder.member) > 0
+                and not tokens_left(holder)
+                and (not request.num_preemptions or self._has_earned_recomputation(victim))
+            ):
+                gone[holder] = slots, blocks
+                yield victim
+
+    def _in_order(self, worst_class: int) -> Iterator[tuple[User[Request], Request]]:
+        """Iterate over the paused requests of a class no better than `worst_class`.
+
+        First those of the worst class, within it of the user with the greatest share, within that
+        the cheapest to compute again. No request gives way twice without a token in between.
+        """
+        groups = [
+            (priority, self._fair.share(user.member), self._pauses.wake_ns(user) or 0, user)
+            for user in self._pauses.users()
+            for priority in user.paused
+            if priority >= worst_class
+        ]
+        for priority, _, _, user in sorted(groups, key=itemgetter(0, 1, 2), reverse=True):
+            for request in sorted(user.paused[priority], key=_recomputation):
+                if self._can_be_freed(request) and self._has_moved_on(request):
+                    yield user, request
+
+    def _has_moved_on(self, request: Request) -> bool:
+        return request.num_output_tokens > self._tokens_when_preempted.get(request, -1)
+
+    def _has_earned_recomputation(self, request: Request) -> bool:
+        tokens = request.num_output_tokens - self._tokens_when_preempted.get(request, 0)
+        return tokens * _POSITIONS_PER_TOKEN >= request.num_computed_tokens

@@ -1,0 +1,276 @@
+"""What a neighbour with many streams does to a user with one, where everything is scarce."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from engine_bed import NS_PER_MS, Bed
+from vllm.v1.request import RequestStatus
+
+
+def flooded(streams: int = 64, **kwargs: Any) -> Bed:
+    """Thirty-two residents, eight active, and a neighbour at 40 tokens/s with many streams."""
+    bed = Bed(
+        {"flood": 40},
+        step_ms=20,
+        **{"max_num_seqs": 32, "max_num_active_seqs": 8, **kwargs},
+    )
+    for _ in range(streams):
+        bed.add("flood", prompt=4, tokens=4000 // streams)
+    return bed
+
+
+def preemptions(bed: Bed) -> int:
+    """Return how often a request was preempted."""
+    return sum(len(step.preempted) for step in bed.steps)
+
+
+def test_newcomer_finds_a_slot_in_a_house_full_of_paused_requests(is_async: bool) -> None:
+    """When paused requests hold all slots one gives way, and the newcomer is in the next step."""
+    bed = flooded(is_async=is_async)
+    bed.run(until_ms=3_000)
+    assert len(bed.residents()) == 32
+    now_ms = bed.now_ms
+    quiet = bed.add("quiet", tokens=5)
+    bed.step()
+    assert bed.first_token_ms(quiet) == now_ms
+    assert preemptions(bed) == 1
+    bed.run()
+    assert len(bed.finished) == 65
+    bed.check_window_bound()
+    bed.check_empty()
+
+
+def test_room_is_kept_between_short_requests(is_async: bool) -> None:
+    """A user that sends one request after another makes its neighbour give way once, not always."""
+    bed = flooded(is_async=is_async)
+    bed.run(until_ms=3_000)
+    waits = []
+    for _ in range(40):
+        now_ms = bed.now_ms
+        quiet = bed.add("quiet", tokens=5)
+        while quiet not in bed.finished:
+            bed.step()
+        waits.append(bed.first_token_ms(quiet) - now_ms)
+        bed.run(until_ms=bed.now_ms + 70)
+    assert max(waits) <= 20
+    assert preemptions(bed) == 1
+
+
+def test_neighbour_keeps_its_rate(is_async: bool) -> None:
+    """Giving way costs the neighbour none of its tokens per second."""
+    bed = flooded(is_async=is_async)
+    bed.run(until_ms=5_000)
+    before = bed.books.delivered["flood"]
+    for _ in range(100):
+        bed.add("quiet", tokens=5)
+        bed.run(until_ms=bed.now_ms + 200)
+    assert bed.books.delivered["flood"] - before == pytest.approx(800, abs=5)
+
+
+def test_one_user_alone_has_everything() -> None:
+    """With one user present nothing is held back: it fills all slots."""
+    bed = flooded()
+    bed.run(until_ms=3_000)
+    assert len(bed.residents()) == 32
+    assert preemptions(bed) == 0
+
+
+@pytest.mark.parametrize("streams", [1, 64, 512])
+def test_first_token_does_not_depend_on_the_neighbours_streams(streams: int) -> None:
+    """A quiet user waits at most the step in progress, whatever its neighbour has open."""
+    bed = flooded(streams)
+    bed.run(until_ms=2_000)
+    for _ in range(30):
+        now_ms = bed.now_ms
+        quiet = bed.add("quiet", tokens=3)
+        while quiet not in bed.finished:
+            bed.step()
+        assert bed.first_token_ms(quiet) - now_ms <= 20
+        stamps = [step.at_ns for step in bed.steps_of(quiet)]
+        assert all(later - earlier == 20 * NS_PER_MS for earlier, later in pairwise(stamps))
+
+
+def test_weights_divide_the_positions(is_async: bool) -> None:
+    """Three users with more to do than there are positions get tokens as 1 : 2 : 4."""
+    bed = Bed(
+        weights={"two": 2, "four": 4},
+        is_async=is_async,
+        step_ms=20,
+        max_num_seqs=32,
+        max_num_active_seqs=8,
+    )
+    for user in ("one", "two", "four"):
+        for _ in range(12):
+            bed.add(user, prompt=4, tokens=1000)
+    bed.run(until_ms=30_000)
+    total = sum(bed.books.delivered.values())
+    assert total >= 0.99 * 8 * 1500
+    for user, weight in (("one", 1), ("two", 2), ("four", 4)):
+        assert bed.books.delivered[user] == pytest.approx(total * weight / 7, rel=0.02)
+
+
+def test_streams_of_an_unlimited_user_take_turns_beside_others() -> None:
+    """Of a user's residents that share its positions none is left behind."""
+    bed = Bed(step_ms=20, max_num_seqs=32, max_num_active_seqs=4)
+    streams = [bed.add("many", prompt=4, tokens=500) for _ in range(4)]
+    bed.run(until_ms=200)
+    bed.add("other", prompt=4, tokens=500)
+    bed.add("third", prompt=4, tokens=500)
+    bed.run(until_ms=4_000)
+    counts = [len(bed.answers[each]) for each in streams]
+    assert max(counts) - min(counts) <= 5
+
+
+def test_newcomer_takes_a_position_from_an_unlimited_neighbour(is_async: bool) -> None:
+    """When all positions are taken by a user without a limit, a newcomer still starts at once."""
+    bed = Bed(is_async=is_async, step_ms=20, max_num_seqs=32, max_num_active_seqs=4)
+    for _ in range(40):
+        bed.add("many", prompt=4, tokens=400)
+    bed.run(until_ms=500)
+    now_ms = bed.now_ms
+    quiet = bed.add("quiet", tokens=10)
+    while quiet not in bed.finished:
+        bed.step()
+    assert bed.first_token_ms(quiet) - now_ms <= 20
+    stamps = [step.at_ns for step in bed.steps_of(quiet)]
+    assert max(later - earlier for earlier, later in pairwise(stamps)) == 20 * NS_PER_MS
+
+
+def test_ten_thousand_waiting_requests_are_not_looked_at(is_async: bool) -> None:
+    """A step looks at no waiting request that it cannot admit, however many there are."""
+    bed = flooded(streams=100, is_async=is_async)
+    for _ in range(10_000):
+        bed.add("flood", prompt=1, tokens=1)
+    bed.run(until_ms=3_000)
+    looks = 0
+    scheduler = bed.scheduler
+    handle = scheduler._handle_blocked_waiting_request
+
+    def counted(request: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return handle(request)
+
+    scheduler._handle_blocked_waiting_request = counted
+    first = len(bed.steps)
+    bed.run(until_ms=4_000)
+    assert len(scheduler.waiting) > 9_000
+    assert looks <= 3 * (len(bed.steps) - first)
+
+
+def test_held_requests_are_still_vllms(is_async: bool) -> None:
+    """What is held back counts, comes in order of arrival, and can be aborted."""
+    bed = flooded(streams=200, is_async=is_async)
+    bed.run(until_ms=2_000)
+    scheduler = bed.scheduler
+    held = [request.request_id for request in scheduler.waiting]
+    assert len(held) == len(scheduler.waiting) == 168
+    assert scheduler.get_num_unfinished_requests() == 200
+    arrivals = [bed.requests[each].arrival_time for each in held]
+    assert arrivals == sorted(arrivals)
+    bed.abort(*held[:100])
+    assert len(scheduler.waiting) == 68
+    bed.abort(*[each for each in bed.requests if each not in held[:100]])
+    assert len(scheduler.waiting) == 0
+    bed.run()
+    bed.check_empty()
+
+
+def test_prompts_of_a_user_at_its_quota_come_one_at_a_time() -> None:
+    """Beside others, a flood of long prompts has one chunk in a step, not all of it."""
+    bed = Bed({"flood": 40}, step_ms=20, max_num_batched_tokens=256, max_num_seqs=32)
+    other = bed.add("other", prompt=4, tokens=600)
+    bed.run(until_ms=100)
+    flood = [bed.add("flood", prompt=100, tokens=60) for _ in range(64)]
+    bed.run(until_ms=10_000)
+    for step in bed.steps[10:]:
+        assert other in step.computed
+        chunks = [each for each in flood if step.computed.get(each, 0) > 1]
+        assert len(chunks) <= 1
+    assert bed.books.delivered["flood"] >= 390
+
+
+def test_a_newcomers_prompt_goes_before_a_chunk_of_a_user_at_its_quota() -> None:
+    """A quiet user's prompt waits for at most one step with a chunk of its neighbour's prompt."""
+    bed = Bed({"flood": 40}, step_ms=20, max_num_batched_tokens=64, max_num_seqs=32)
+    for _ in range(64):
+        bed.add("flood", prompt=500, tokens=60)
+    bed.run(until_ms=2_000)
+    for _ in range(20):
+        now_ms = bed.now_ms
+        quiet = bed.add("quiet", prompt=50, tokens=3)
+        while quiet not in bed.finished:
+            bed.step()
+        assert bed.first_token_ms(quiet) - now_ms <= 20
+        bed.run(until_ms=bed.now_ms + 50)
+
+
+def test_little_is_recomputed_and_nobody_gives_way_twice_for_nothing(is_async: bool) -> None:
+    """With KV for twenty requests and one of three users flooding, recomputation stays small."""
+    bed = Bed(
+        {"flood": 100, "b": 100, "c": 100},
+        is_async=is_async,
+        step_ms=20,
+        block_size=16,
+        num_blocks=20 * 13 + 1,
+        max_num_seqs=64,
+        max_num_active_seqs=16,
+        max_num_batched_tokens=512,
+    )
+    for _ in range(60):
+        bed.add("flood", prompt=150, tokens=50)
+    for _ in range(15):
+        for user in "bc":
+            bed.add(user, prompt=30, tokens=20)
+        bed.run(until_ms=bed.now_ms + 500)
+    bed.run()
+    delivered = sum(bed.books.delivered.values())
+    assert delivered == 60 * 50 + 2 * 15 * 20
+    prompts = sum(request.num_prompt_tokens for request in bed.requests.values())
+    computed = sum(sum(step.computed.values()) for step in bed.steps)
+    needed = prompts + delivered - len(bed.requests)
+    look_ahead = len(bed.requests) * is_async  # a step beyond the end may be in flight
+    assert computed - needed - look_ahead <= 0.1 * delivered
+    bed.check_empty()
+
+
+def test_better_class_before_smaller_share() -> None:
+    """Under the priority policy the class decides, and shares only within it."""
+    bed = Bed(step_ms=20, max_num_seqs=4, policy="priority")
+    bed.add("first", tokens=10, priority=0)
+    bed.run(until_ms=50)
+    for user, priority in (("idle", 1), ("first", 0), ("first", 0), ("first", 0)):
+        bed.add(user, tokens=10, priority=priority)
+    bed.step()
+    running = {bed.user_of(each) for each in bed.residents()}
+    assert running == {"first"}
+    bed.run()
+    bed.check_empty()
+
+
+def test_smaller_share_goes_first_within_a_class() -> None:
+    """Of two users that wait for one slot, the one that holds less gets it."""
+    bed = Bed(step_ms=20, max_num_seqs=3)
+    bed.add("many", tokens=10)
+    bed.add("many", tokens=30)
+    bed.add("one", tokens=30)
+    bed.run(until_ms=50)
+    earlier = bed.add("many", tokens=5)
+    later = bed.add("new", tokens=5)
+    bed.run(until_ms=240)
+    assert bed.requests[later].status == RequestStatus.RUNNING or later in bed.finished
+    assert bed.requests[earlier].status == RequestStatus.WAITING
+    bed.run()
+    bed.check_empty()
+
+
+def test_off_keeps_the_order_of_arrival() -> None:
+    """With sharing off a newcomer waits behind what came before it."""
+    bed = flooded(fairness=False)
+    bed.run(until_ms=3_000)
+    quiet = bed.add("quiet", tokens=2)
+    bed.run(until_ms=6_000)
+    assert bed.requests[quiet].status == RequestStatus.WAITING
+    bed.run()
+    bed.check_empty()
