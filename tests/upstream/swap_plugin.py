@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_pacer.config import make_config
@@ -29,6 +30,15 @@ _USERS_OF_STOCK = (
     "vllm.v1.core.sched.diffusion_scheduler",
     "vllm.v1.fault_tolerance.engine_core_sentinel",
 )
+
+_STAND_INS = {
+    "block_size": 16,
+    "max_model_len": 100,
+    "max_num_active_reqs": 1,
+    "max_num_running_reqs": 1,
+    "policy": SchedulingPolicy.FCFS,
+}
+"""What ours needs of vLLM's scheduler, for the tests that build one without `__init__`."""
 
 _counts = Counter(schedulers=0, charged_tokens=0)
 
@@ -76,7 +86,9 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
             # they need of vLLM's; ours is set here when it is first asked for.
             if name != "_pauses":
                 raise AttributeError(name, name=name, obj=self)
-            self.max_num_active_reqs = 1
+            for needed, value in _STAND_INS.items():
+                if needed not in vars(self):
+                    setattr(self, needed, value)
             with patch.object(Scheduler, "__init__"), patch.object(AsyncScheduler, "__init__"):
                 ours.__init__(self, pacing=pacing)
             return self._pauses

@@ -27,7 +27,7 @@ from vllm.config import SchedulerConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import InprocClient
@@ -144,6 +144,7 @@ def _owners() -> dict[str, object]:
     scheduler = new_scheduler()
     return {
         "KV_CACHE_MANAGER": scheduler.kv_cache_manager,
+        "BLOCK_POOL": scheduler.kv_cache_manager.block_pool,
         "REQUEST_QUEUE": scheduler.waiting,
         "SAMPLING_PARAMS": new_request().sampling_params,
         "SCHEDULER_OUTPUT": SchedulerOutput.make_empty(),
@@ -168,6 +169,11 @@ def test_other_attributes_are_there() -> None:
         if not hasattr(owner, name)
     ]
     assert not missing
+
+
+def test_vllm_asks_its_queue_nothing_else() -> None:
+    """What a queue has to offer is what ours was written for: nothing more, nothing less."""
+    assert RequestQueue.__abstractmethods__ == {*seams.REQUEST_QUEUE_ATTRIBUTES}
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,11 @@ SEAMS = (
 SCHEDULER_ATTRIBUTES = (
     "block_size",
     "kv_cache_manager",
+    "max_model_len",
     "max_num_active_reqs",
     "max_num_running_reqs",
     "num_prefill_lookahead",
+    "num_waiting_for_streaming_input",
     "policy",
     "requests",
     "requires_kv_delivery",
@@ -186,11 +188,14 @@ SCHEDULER_ATTRIBUTES = (
 """What `Scheduler.__init__` sets; checked when the scheduler is built."""
 
 REQUEST_ATTRIBUTES = (
+    "arrival_time",
     "is_prefill_chunk",
+    "max_tokens",
     "num_computed_tokens",
     "num_output_placeholders",
     "num_output_tokens",
     "num_preemptions",
+    "num_prompt_tokens",
     "num_tokens",
     "priority",
     "request_id",
@@ -198,7 +203,20 @@ REQUEST_ATTRIBUTES = (
     "status",
 )
 KV_CACHE_MANAGER_ATTRIBUTES = ("block_pool", "watermark_blocks")
-REQUEST_QUEUE_ATTRIBUTES = ("prepend_request", "remove_request")
+BLOCK_POOL_ATTRIBUTES = ("num_gpu_blocks",)
+REQUEST_QUEUE_ATTRIBUTES = (
+    "__bool__",
+    "__iter__",
+    "__len__",
+    "add_request",
+    "peek_request",
+    "pop_request",
+    "prepend_request",
+    "prepend_requests",
+    "remove_request",
+    "remove_requests",
+)
+"""What vLLM asks its waiting queue, whose place ours takes."""
 SAMPLING_PARAMS_ATTRIBUTES = ("extra_args", "seed")
 SCHEDULER_OUTPUT_ATTRIBUTES = (
     "num_scheduled_tokens",

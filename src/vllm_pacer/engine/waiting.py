@@ -116,6 +116,10 @@ class WaitingQueue(RequestQueue):
         placed = [(line.place_of(each), each) for each, line in self._line_of.items()]
         return iter([request for _, request in sorted(placed, key=itemgetter(0))])
 
+    def __getitem__(self, index: int) -> Request:
+        """Return a waiting request by its place, as vLLM's own queue does."""
+        return list(self)[index]
+
     def add_request(self, request: Request) -> None:
         """Add a request at the end of its user's line."""
         self._add(request, first=False)
