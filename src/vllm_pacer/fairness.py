@@ -64,7 +64,7 @@ class FairShare:
         self._weights = weights
         self._members: dict[str, Member] = {}
         self._weight: float | None = None  # of all members, if added up
-        self._keepers: deque[Member] = deque()  # one entry per slot kept, oldest first
+        self._keepers: deque[tuple[int, Member]] = deque()  # (until_ns, member), oldest first
         self._kept_slots = 0
         self._kept_blocks = 0
 
@@ -90,6 +90,9 @@ class FairShare:
         """Note that a request of the user becomes resident."""
         member.slots += 1
         member.blocks += blocks
+
+    def use_kept(self, member: Member) -> None:
+        """Note that the user has used the room that was kept for it longest, if any is."""
         if member.kept:
             self._drop_kept(member)
 
@@ -110,7 +113,7 @@ class FairShare:
             and self.is_entitled(member, blocks, slots=len(member.kept) + 1)
         ):
             member.kept.append((now_ns + KEEP_NS, blocks))
-            self._keepers.append(member)
+            self._keepers.append((now_ns + KEEP_NS, member))
             self._kept_slots += 1
             self._kept_blocks += blocks
 
@@ -118,17 +121,18 @@ class FairShare:
         """Give up the room that was kept long enough."""
         keepers = self._keepers
         while keepers:
-            member = keepers[0]
-            if member.kept and member.kept[0][0] > now_ns:
+            until_ns, member = keepers[0]
+            is_used = not member.kept or member.kept[0][0] > until_ns
+            if until_ns > now_ns and not is_used:
                 break
             keepers.popleft()
-            if member.kept:
+            if not is_used:
                 self._drop_kept(member)
                 self._forget_if_gone(member)
 
     def next_expiry_ns(self) -> int | None:
         """Return when kept room may be given up next, or `None` if none is kept."""
-        return min((member.kept[0][0] for member in self._keepers if member.kept), default=None)
+        return self._keepers[0][0] if self._keepers else None
 
     def share(self, member: Member, slots: int = 0, blocks: int = 0) -> float:
         """Return the user's share, as if it held so many slots and blocks more."""
@@ -187,6 +191,10 @@ class FirstCome(FairShare):
 
     def keep(self, member: Member, blocks: int, now_ns: int) -> None:
         """Keep nothing."""
+
+    def may_admit(self, member: Member, blocks: int, free_slots: int, free_blocks: int) -> bool:
+        """Return true: vLLM finds out whether there is room."""
+        return True
 
     def gives_way(
         self, holder: Member, slots: int, blocks: int, newcomer: Member, needed: int

@@ -46,6 +46,7 @@ class Pauses(Generic[R]):
         self._limiter = limiter
         self._place: dict[R, tuple[User[R], int]] = {}
         self._wake_ups: WakeUps[User[R]] = WakeUps()
+        self._users: dict[User[R], None] = {}
 
     def __len__(self) -> int:
         """Return the number of paused requests."""
@@ -63,6 +64,7 @@ class Pauses(Generic[R]):
         """Pause a request, behind the others of its user and class, until `wake_ns` at most."""
         user.paused.setdefault(priority, deque()).append(request)
         self._place[request] = user, priority
+        self._users[user] = None
         self.wake_by(user, wake_ns)
 
     def wake_by(self, user: User[R], wake_ns: int) -> None:
@@ -139,7 +141,7 @@ class Pauses(Generic[R]):
 
     def users(self) -> dict[User[R], None]:
         """Return the users that have paused requests."""
-        return dict.fromkeys(user for user, _ in self._place.values())
+        return self._users
 
     def _tokens(self, user: User[R]) -> int:
         """Return how many paused requests of the user may go on now."""
@@ -162,3 +164,4 @@ class Pauses(Generic[R]):
             del user.paused[priority]
             if not user.paused:
                 self._wake_ups.drop(user)
+                del self._users[user]

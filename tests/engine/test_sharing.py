@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from engine_bed import NS_PER_MS, Bed
+from engine_bed import EOS, NS_PER_MS, Bed, sampling_params
 from vllm.v1.request import RequestStatus
 
 
@@ -272,5 +272,99 @@ def test_off_keeps_the_order_of_arrival() -> None:
     quiet = bed.add("quiet", tokens=2)
     bed.run(until_ms=6_000)
     assert bed.requests[quiet].status == RequestStatus.WAITING
+    bed.run()
+    bed.check_empty()
+
+
+@pytest.mark.parametrize("fairness", [True, False])
+def test_one_user_is_not_held_back_by_what_it_might_ask_for(fairness: bool) -> None:
+    """Alone, a user gets its rate, however large the `max_tokens` of its requests."""
+    bed = Bed(
+        {"a": 1000},
+        step_ms=20,
+        max_num_seqs=150,
+        block_size=16,
+        num_blocks=600,
+        fairness=fairness,
+    )
+    params = sampling_params("a", 1900)
+    for _ in range(150):
+        bed.add("a", prompt=10, tokens=50, ends_with=EOS, params=params)
+    bed.run(until_ms=1_000)
+    assert bed.books.delivered["a"] >= 980
+
+
+def test_users_that_may_not_begin_yet_claim_no_slot() -> None:
+    """Slots do not stay empty for users whose next token is a long time away."""
+    bed = Bed(dict.fromkeys("bcdefgh", 0.01), step_ms=20, max_num_seqs=8)
+    for user in "bcdefgh":
+        bed.add(user, prompt=1, tokens=1)
+    bed.run()
+    for user in "bcdefgh":
+        bed.add(user, prompt=1, tokens=1)
+    for _ in range(8):
+        bed.add("a", tokens=100)
+    bed.run(until_ms=bed.now_ms + 200)
+    assert sum(bed.user_of(each) == "a" for each in bed.residents()) >= 7  # one is kept
+
+
+def test_prompt_goes_on_beside_one_that_finds_no_room() -> None:
+    """A prompt of a user at its quota does not wait for another's that cannot be admitted."""
+    bed = Bed(
+        {"a": 10, "b": 0.1},
+        step_ms=30,
+        block_size=16,
+        num_blocks=100,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )
+    bed.add("b", prompt=10, tokens=5)
+    bed.add("b", prompt=10, tokens=5)
+    bed.run(until_ms=100)
+    prompt = bed.add("a", prompt=400, tokens=2)
+    bed.add("a", prompt=10, tokens=20)
+    bed.run(until_ms=160)
+    bed.add("d", prompt=1500, tokens=2)
+    bed.run(until_ms=1_500)
+    stamps = [step.at_ns for step in bed.steps_of(prompt)]
+    assert max(later - earlier for earlier, later in pairwise(stamps[:6])) <= 100 * NS_PER_MS
+    assert bed.first_token_ms(prompt) is not None
+
+
+def test_waiting_requests_that_find_no_blocks_take_no_positions() -> None:
+    """Positions are not left empty for prompts that do not fit, though others keep arriving."""
+    bed = Bed(step_ms=20, block_size=16, num_blocks=120, max_num_seqs=64, max_num_active_seqs=16)
+    for _ in range(15):
+        bed.add("a", prompt=64, tokens=30)
+    bed.run(until_ms=100)
+    for _ in range(5):
+        bed.add("b", prompt=1000, tokens=2)
+    first = len(bed.steps)
+    for _ in range(20):
+        bed.add("c", prompt=2, tokens=1)
+        bed.step()
+    computed = [len(step.computed) for step in bed.steps[first:]]
+    assert sum(computed) >= 0.9 * 15 * len(computed)
+
+
+def test_room_that_grammars_are_compiled_for_is_still_kept() -> None:
+    """A request that vLLM skips does not use up what is kept for its user."""
+    bed = Bed({"flood": 40}, step_ms=20, max_num_seqs=16)
+    bed.add("flood", prompt=4, tokens=200)
+    quiet = bed.add("quiet", tokens=2)
+    while quiet not in bed.finished:
+        bed.step()
+    member = bed.scheduler._fair._members["quiet"]
+    assert len(member.kept) == 1
+    scheduler = bed.scheduler
+    handle = scheduler._handle_blocked_waiting_request
+    scheduler._handle_blocked_waiting_request = lambda request: False
+    bed.add("quiet", tokens=2)
+    for _ in range(3):
+        bed.step()
+    assert len(member.kept) == 1
+    scheduler._handle_blocked_waiting_request = handle
+    bed.step()
+    assert len(member.kept) == 0
     bed.run()
     bed.check_empty()

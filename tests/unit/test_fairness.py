@@ -112,9 +112,29 @@ def test_the_next_request_takes_the_place_that_was_kept() -> None:
     fair.enter("other")
     for now_ns in range(5):
         fair.admit(light, 1)
+        fair.use_kept(light)
         fair.release(light, 1)
         fair.keep(light, 1, now_ns)
     assert len(light.kept) == 1
+
+
+def test_kept_room_expires_though_the_same_user_keeps_coming() -> None:
+    """A user that always has room kept does not keep another's for ever, and leaves no trace."""
+    fair = fair_of()
+    busy, gone = fair.enter("busy"), fair.enter("gone")
+    hold(fair, busy, 2)
+    hold(fair, gone, 1)
+    fair.release(busy, 1)
+    fair.keep(busy, 1, now_ns=0)
+    fair.release(gone, 1)
+    fair.keep(gone, 1, now_ns=1)
+    fair.leave(gone)
+    for now_ns in range(2, 2 * KEEP_NS, KEEP_NS // 20):
+        fair.expire(now_ns)
+        fair.use_kept(busy)
+        fair.keep(busy, 1, now_ns)
+    assert len(fair) == 1
+    assert len(fair._keepers) <= 21
 
 
 def test_little_is_kept() -> None:
@@ -161,5 +181,5 @@ def test_first_come_shares_nothing() -> None:
     hold(fair, heavy, 15)
     fair.keep(light, 1, now_ns=0)
     assert fair.share(heavy) == fair.share(light)
-    assert fair.may_admit(heavy, 1, free_slots=1, free_blocks=1)
+    assert fair.may_admit(heavy, 1, free_slots=0, free_blocks=0)
     assert not fair.gives_way(heavy, 1, 1, light, 1)

@@ -13,6 +13,7 @@ from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ _USERS_OF_STOCK = (
 
 _STAND_INS = {
     "block_size": 16,
+    "kv_cache_config": SimpleNamespace(kv_cache_groups=[None]),
     "max_model_len": 100,
     "max_num_active_reqs": 1,
     "max_num_running_reqs": 1,

@@ -8,6 +8,9 @@ from vllm.v1.request import Request
 from vllm_pacer.fairness import FairShare
 from vllm_pacer.pauses import Pauses, User
 
+_LOOK_AHEAD_TOKENS = 256
+"""How far ahead room is left for residents to grow. Few use all of their `max_tokens`."""
+
 _POSITIONS_PER_TOKEN = 10
 """Positions that may be computed again for one token when requests take turns in the KV cache."""
 
@@ -21,6 +24,7 @@ class Holdings:
         fair: Decides between users.
         pauses: The paused requests: nobody else gives way.
         block_size: Tokens per KV block.
+        groups: Groups of layers, each of which takes blocks of its own.
         max_model_len: The most tokens of a request.
         class_of: Gives a request's priority class.
         can_be_freed: Whether a request's blocks are free at once when it is preempted.
@@ -31,6 +35,7 @@ class Holdings:
         fair: FairShare,
         pauses: Pauses[Request],
         block_size: int,
+        groups: int,
         max_model_len: int,
         class_of: Callable[[Request], int],
         can_be_freed: Callable[[Request], bool],
@@ -38,40 +43,49 @@ class Holdings:
         self._fair = fair
         self._pauses = pauses
         self._block_size = block_size
+        self._groups = groups
         self._max_model_len = max_model_len
         self._class_of = class_of
         self._can_be_freed = can_be_freed
         self._blocks_of: dict[Request, int] = {}
         self._growth_of: dict[Request, int] = {}
-        self.growth = 0  # the blocks that residents may still come to hold
+        self.growth = 0  # the blocks that residents will soon come to hold
         self._tokens_when_preempted: dict[Request, int] = {}
 
     def blocks(self, tokens: int) -> int:
         """Return how many KV blocks so many tokens fill."""
-        return -(-tokens // self._block_size)
+        return -(-tokens // self._block_size) * self._groups
 
     # --- what is held -----------------------------------------------------------------------
 
-    def most_blocks(self, request: Request) -> int:
-        """Return the most blocks that a request may come to hold."""
-        tokens = request.num_prompt_tokens + request.max_tokens  # none for a pooling request
-        return self.blocks(min(tokens, self._max_model_len))
+    def held(self, request: Request) -> int:
+        """Return the blocks that a request holds, as far as is known: none if it only waits."""
+        return self._blocks_of.get(request, 0)
+
+    def blocks_soon(self, request: Request) -> int:
+        """Return the blocks that a request may soon come to hold."""
+        most = min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
+        return self.blocks(max(min(most, request.num_tokens + _LOOK_AHEAD_TOKENS), 1))
 
     def admit(self, user: User[Request], request: Request) -> None:
         """Note that a request becomes resident."""
         blocks = self._blocks_of[request] = self.blocks(request.num_tokens)
         self._fair.admit(user.member, blocks)
-        growth = self._growth_of[request] = max(self.most_blocks(request) - blocks, 0)
-        self.growth += growth
+        self._growth_of[request] = 0
+        self._look_ahead(request)
 
     def update(self, user: User[Request], request: Request) -> None:
         """Look at what a resident holds now."""
         grown = self.blocks(request.num_computed_tokens) - self._blocks_of[request]
-        if grown:
+        if grown > 0:
             self._fair.grow(user.member, grown)
             self._blocks_of[request] += grown
-            self._growth_of[request] -= grown
-            self.growth -= grown
+            self._look_ahead(request)
+
+    def _look_ahead(self, request: Request) -> None:
+        growth = max(self.blocks_soon(request) - self._blocks_of[request], 0)
+        self.growth += growth - self._growth_of[request]
+        self._growth_of[request] = growth
 
     def give_back(self, user: User[Request], request: Request) -> int | None:
         """Note that a request is not resident any more; return its blocks, if it was."""
@@ -96,7 +110,7 @@ class Holdings:
 
     def victim_for_resident(self, worst_class: int) -> Request | None:
         """Return the paused request that gives way to a resident that needs a block."""
-        return next((victim for _, victim in self._in_order(worst_class)), None)
+        return next((victim for _, victim in self._in_order(worst_class, lambda user: True)), None)
 
     def victim_for_slot(
         self, user: User[Request], request: Request, tokens_left: Callable[[User[Request]], int]
@@ -139,20 +153,30 @@ class Holdings:
         fair = self._fair
         needed = self.blocks(request.num_tokens)
         gone: dict[User[Request], tuple[int, int]] = {}
-        for holder, victim in self._in_order(self._class_of(request)):
+
+        def takes_turns(holder: User[Request]) -> bool:
+            return (
+                not user.member.slots and fair.share(holder.member) > 0 and not tokens_left(holder)
+            )
+
+        def may_give_way(holder: User[Request]) -> bool:
+            # To look at all that a user has paused takes long: do not, if it will be for nothing.
+            return fair.gives_way(holder.member, 1, 0, user.member, needed) or takes_turns(holder)
+
+        for holder, victim in self._in_order(self._class_of(request), may_give_way):
             slots, blocks = gone.get(holder, (0, 0))
             slots, blocks = slots + 1, blocks + self._blocks_of[victim]
             if fair.gives_way(holder.member, slots, blocks, user.member, needed) or (
-                not user.member.slots
-                and fair.share(holder.member) > 0
-                and not tokens_left(holder)
+                takes_turns(holder)
                 and (not request.num_preemptions or self._has_earned_recomputation(victim))
             ):
                 gone[holder] = slots, blocks
                 yield victim
 
-    def _in_order(self, worst_class: int) -> Iterator[tuple[User[Request], Request]]:
-        """Iterate over the paused requests of a class no better than `worst_class`.
+    def _in_order(
+        self, worst_class: int, may_give_way: Callable[[User[Request]], bool]
+    ) -> Iterator[tuple[User[Request], Request]]:
+        """Iterate over the paused requests of some users, of a class no better than `worst_class`.
 
         First those of the worst class, within it of the user with the greatest share, within that
         the cheapest to compute again. No request gives way twice without a token in between.
@@ -160,6 +184,7 @@ class Holdings:
         groups = [
             (priority, self._fair.share(user.member), self._pauses.wake_ns(user) or 0, user)
             for user in self._pauses.users()
+            if may_give_way(user)
             for priority in user.paused
             if priority >= worst_class
         ]

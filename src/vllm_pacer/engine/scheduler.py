@@ -54,6 +54,11 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below it
 
 _ALL = 1 << 62
 
+_SOON_NS = NS_PER_SECOND
+"""Whoever waits for a token that comes later has no claim to room yet."""
+
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
 _STEPS_WITHOUT_KEEPING = 8
 """After positions were kept for waiting requests in vain, for want of blocks say, none are kept."""
 
@@ -99,6 +104,7 @@ class PacedScheduler(Scheduler):
             self._fair,
             self._pauses,
             self.block_size,
+            len(self.kv_cache_config.kv_cache_groups),
             self.max_model_len,
             self._priority_class,
             self._request_blocks_can_be_freed,
@@ -131,8 +137,10 @@ class PacedScheduler(Scheduler):
         self._is_guarding = False
         self._slots_held_in_queue = 0
         self._claimed: dict[int, tuple[int, int]] | None = None  # by waiting users, if looked at
-        self._kept = 0  # positions left to waiting requests
-        self._keep_none_before = 0
+        self._left_to_waiting = 0  # positions
+        self._newcomers: list[tuple[User[Request], Request]] = []
+        self._no_newcomer_before: dict[User[Request], int] = {}  # step
+        self._was_held_back = False
         self._held_back_in = -1  # the last step in which prompts were held back
         self._busy_since_ns: int | None = None
         self._other_waits = False
@@ -172,7 +180,6 @@ class PacedScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         """Add a request; its user is known from here until it is freed."""
         self._quiet = False
-        self._keep_none_before = 0
         super().add_request(request)
         if self.requests.get(request.request_id) is request:
             self._register(request)
@@ -211,6 +218,7 @@ class PacedScheduler(Scheduler):
             else:
                 del self._users[account.user]
                 self._watched.pop(user, None)
+                self._no_newcomer_before.pop(user, None)
                 self._fair.leave(user.member)
                 if len(self._users) == 1:
                     self.waiting.unpark(next(iter(self._users.values())))  # it may prefill now
@@ -251,11 +259,13 @@ class PacedScheduler(Scheduler):
         self._now_ns = now_ns = self._clock.now_ns()
         self._step = self._ledger.begin(now_ns)
         self._promised.clear()
+        self._promised_last = None
         if len(self._limiter) > len(self._users):
             self._limiter.cleanup_idle_users()
         self._fair.expire(now_ns)
         self.waiting.begin_step(now_ns)
         self._claimed = None
+        self._newcomers = []
         self._other_waits = False
         self._skipped_until_ns = None
         self._hide_paused(now_ns)
@@ -280,7 +290,7 @@ class PacedScheduler(Scheduler):
         if len(running) > self._active_limit:
             self._held_back += running[self._active_limit :]
             running = running[: self._active_limit]
-        if pauses or self._held_back or self._kept:
+        if pauses or self._held_back or self._left_to_waiting:
             self._bound_admission()
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
             self._is_hiding = True
@@ -301,6 +311,7 @@ class PacedScheduler(Scheduler):
         if self._is_guarding:
             self._is_guarding = False
             del self._reserve_prefill_lookahead
+        self._was_held_back = bool(self._held_back)
         if not self._is_hiding:
             return
         self._is_hiding = False
@@ -341,7 +352,7 @@ class PacedScheduler(Scheduler):
         room = self._active_limit - len(running)
         is_sharing = self._pacing.fairness and len(self._users) > 1
         ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
-        newcomers = self._newcomers() if is_sharing else []
+        newcomers = self._newcomers = self._let_in() if is_sharing else []
         count = sum(ready.values())
         if count + len(newcomers) <= room:
             self._positions.clear()
@@ -350,23 +361,27 @@ class PacedScheduler(Scheduler):
             return self._rotate(running, count - room, now_ns)
         return self._divide(running, ready, newcomers, now_ns)
 
-    def _newcomers(self) -> list[tuple[User[Request], Request]]:
+    def _let_in(self) -> list[tuple[User[Request], Request]]:
         """Return the first waiting request of each user for which there is a slot.
 
         If there is none, a paused request gives way.
         """
-        if self._step.number < self._keep_none_before or not self.waiting.has_turns():
+        if not self.waiting.has_turns() or self.pause_state != PauseState.UNPAUSED:
             return []
+        for request in self.running[: len(self.running) - len(self._pauses)]:
+            self._holdings.update(self._owner(request), request)
         free = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
         if free <= 0 and not self._pauses:
             return []
         newcomers = []
-        for user, request in self.waiting.heads()[: self._active_limit]:
+        for user, request in self.waiting.heads(self._active_limit):
+            if self._no_newcomer_before.get(user, 0) > self._step.number:
+                continue
             if free > 0:
                 if self._may_admit(user, request):
                     newcomers.append((user, request))
                     free -= 1
-            elif self._may_begin(user, request):
+            elif request.status in _READY and self._may_begin(user, request):
                 victim = self._holdings.victim_for_slot(user, request, self._tokens_left)
                 if victim is None:
                     break
@@ -427,6 +442,7 @@ class PacedScheduler(Scheduler):
 
         left = self._active_limit
         going_on: dict[User[Request], int] = {}
+        ready_left = dict(ready)
         for priority in sorted(claims):
             positions = self._positions.setdefault(priority, Positions())
             given = positions.divide(
@@ -439,7 +455,9 @@ class PacedScheduler(Scheduler):
             left -= sum(given.values())
             for user, count in given.items():
                 own = visible.get(user, {}).get(priority, [])
-                paused = min(ready.get(user, 0), len(user.paused.get(priority, ())))
+                paused = min(ready_left.get(user, 0), len(user.paused.get(priority, ())))
+                if paused:
+                    ready_left[user] -= paused
                 room = count - len(own) + self._make_room(own, count, paused, now_ns)
                 going_on[user] = going_on.get(user, 0) + max(min(room, paused), 0)
         running = [
@@ -453,7 +471,7 @@ class PacedScheduler(Scheduler):
             count = min(going_on.get(user, 0), room - len(resumed))
             resumed += self._resumed(self._pauses.resume_of(user, now_ns, count))
         if newcomers:
-            self._kept = room - len(resumed)
+            self._left_to_waiting = room - len(resumed)
         return resumed + running
 
     def _claim_of_newcomers(self, user: User[Request], ready: dict[User[Request], int]) -> int:
@@ -491,7 +509,8 @@ class PacedScheduler(Scheduler):
 
         Every other step at most, so it goes on.
         """
-        if self._step.number <= self._held_back_in + 1 or len(self._users) == 1:
+        is_sharing = self._pacing.fairness and len(self._users) > 1
+        if not is_sharing or self._step.number <= self._held_back_in + 1:
             return running
         at_quota = {
             request for user, request in self._prefills.items() if not self._has_plenty(user)
@@ -499,12 +518,14 @@ class PacedScheduler(Scheduler):
         if not at_quota:
             return running
         users = {self._owner(request) for request in at_quota}
-        is_waited_for = any(user not in users for user, _ in self.waiting.heads()) or any(
+        is_waited_for = any(user not in users for user, _ in self.waiting.heads(2)) or any(
             _is_mid_prefill(request) and self._owner(request) not in users for request in running
         )
         if not is_waited_for:
             return running
         held_back = [request for request in running if request in at_quota]
+        if len(held_back) == len(running) and not self._newcomers:
+            return running  # nothing else could be computed
         if held_back:
             self._held_back_in = self._step.number
             self._held_back += held_back
@@ -568,7 +589,7 @@ class PacedScheduler(Scheduler):
         member, holdings = user.member, self._holdings
         blocks = holdings.blocks(request.num_tokens)
         is_entitled = self._fair.is_entitled(member, blocks)
-        if not member.slots or (is_entitled and self._has_plenty(user)):
+        if not member.slots or (is_entitled and not user.paused):
             return True
         if self._claimed is None:
             self._claimed = self._claims_of_waiting_users()
@@ -576,8 +597,8 @@ class PacedScheduler(Scheduler):
         for priority, of_class in self._claimed.items():
             if priority <= self._priority_class(request):
                 slots, claimed = slots + of_class[0], claimed + of_class[1]
-        if is_entitled:  # then it is among them
-            slots, claimed = slots - 1, claimed - blocks
+        if is_entitled:  # its own claim
+            slots, claimed = max(slots - 1, 0), max(claimed - blocks, 0)
         residents = len(self.running) + self.num_waiting_for_streaming_input
         if self._is_hiding:  # else `running` has them all
             residents += len(self._pauses) + len(self._held_back)
@@ -585,7 +606,7 @@ class PacedScheduler(Scheduler):
         free_blocks = kv_cache.block_pool.get_num_free_blocks() - kv_cache.watermark_blocks
         return self._fair.may_admit(
             member,
-            holdings.most_blocks(request),
+            holdings.blocks_soon(request),
             self.max_num_running_reqs - residents - slots,
             free_blocks - holdings.growth - claimed,
         )
@@ -593,7 +614,7 @@ class PacedScheduler(Scheduler):
     def _claims_of_waiting_users(self) -> dict[int, tuple[int, int]]:
         """Return slots and blocks for the first requests of users within their part, by class."""
         claims: dict[int, tuple[int, int]] = {}
-        for user, request in self.waiting.first_of_each_user():
+        for user, request in self.waiting.first_of_each_user(self._now_ns + _SOON_NS):
             needed = self._holdings.blocks(request.num_tokens)
             if self._fair.is_entitled(user.member, needed):
                 slots, blocks = claims.get(self._priority_class(request), (0, 0))
@@ -610,7 +631,7 @@ class PacedScheduler(Scheduler):
             return True
         is_alone = len(self._users) == 1
         if self._tokens_left(user) > 0:
-            return is_alone or user not in self._prefills
+            return is_alone or not self._pacing.fairness or user not in self._prefills
         if is_alone and self._can_prefill_without_quota(request):
             return True
         if not self._has_better_resident(user, self._priority_class(request)):
@@ -644,11 +665,8 @@ class PacedScheduler(Scheduler):
     def _missing_blocks(self, request: Request) -> int:
         """Return how many KV blocks a waiting request lacks; what is cached is not deducted."""
         kv_cache = self.kv_cache_manager
-        blocks = self._blocks(request.num_tokens) + kv_cache.watermark_blocks
-        return blocks - kv_cache.block_pool.get_num_free_blocks()
-
-    def _blocks(self, tokens: int) -> int:
-        return self._holdings.blocks(tokens)
+        blocks = self._holdings.blocks(request.num_tokens) + kv_cache.watermark_blocks
+        return blocks - self._holdings.held(request) - kv_cache.block_pool.get_num_free_blocks()
 
     def _can_split_prefill(self, request: Request) -> bool:
         # A chunk that does not sample makes the worker take back a seeded request's random draw,
@@ -696,26 +714,34 @@ class PacedScheduler(Scheduler):
 
     def _book(self, output: SchedulerOutput, now_ns: int) -> None:
         step = self._step
-        if self._kept:
-            self._kept = 0
-            if not (output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids):
-                self._keep_none_before = step.number + _STEPS_WITHOUT_KEEPING
+        if self._left_to_waiting:
+            self._left_to_waiting = 0
+            for user, request in self._newcomers:
+                if request.status != RequestStatus.RUNNING:
+                    # In vain, for want of blocks say: its position is for others for a while.
+                    self._no_newcomer_before[user] = step.number + _STEPS_WITHOUT_KEEPING
         if output.total_num_scheduled_tokens:
             self._charge(output, step)
             self._steps_in_flight += 1
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs or resumed or self._prefills:
-            self._note_prefills(output)
+            self._note_admissions(output)
         self._ledger.dispatch(step)
         if step.charges:
             self._dispatched[id(output)] = output, step
         self._busy_since_ns = now_ns if output.total_num_scheduled_tokens else None
-        self._quiet = not (self._steps_in_flight or self._other_waits)
+        self._quiet = not (
+            self._steps_in_flight or self._other_waits or self._was_held_back or self._refused
+        )
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
 
-    def _note_prefills(self, output: SchedulerOutput) -> None:
-        """Note which users have a prompt in progress."""
+    def _note_admissions(self, output: SchedulerOutput) -> None:
+        """Note which users have a prompt in progress, and whose requests have come in."""
+        for new in output.scheduled_new_reqs:
+            self._fair.use_kept(self._owner(self.requests[new.req_id]).member)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self._fair.use_kept(self._owner(self.requests[request_id]).member)
         for user, request in [*self._prefills.items()]:
             if not request.is_prefill_chunk:
                 del self._prefills[user]

@@ -172,12 +172,14 @@ SEAMS = (
 
 SCHEDULER_ATTRIBUTES = (
     "block_size",
+    "kv_cache_config",
     "kv_cache_manager",
     "max_model_len",
     "max_num_active_reqs",
     "max_num_running_reqs",
     "num_prefill_lookahead",
     "num_waiting_for_streaming_input",
+    "pause_state",
     "policy",
     "requests",
     "requires_kv_delivery",
@@ -236,6 +238,7 @@ REQUEST_STATUS_ATTRIBUTES = (
     "FINISHED_ABORTED",
     "PREEMPTED",
     "RUNNING",
+    "WAITING",
     "WAITING_FOR_STREAMING_REQ",
 )
 SCHEDULING_POLICY_ATTRIBUTES = ("PRIORITY",)

@@ -117,7 +117,7 @@ class WaitingQueue(RequestQueue):
         return iter([request for _, request in sorted(placed, key=itemgetter(0))])
 
     def __getitem__(self, index: int) -> Request:
-        """Return a waiting request by its place, as vLLM's own queue does."""
+        """Return a waiting request by its place, for vLLM's own tests."""
         return list(self)[index]
 
     def add_request(self, request: Request) -> None:
@@ -125,7 +125,7 @@ class WaitingQueue(RequestQueue):
         self._add(request, first=False)
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back to the head of its user's line, out of reach in this step."""
+        """Put a request back to the head of its user's line, behind all others in this step."""
         line = self._add(request, first=True)
         self._on_return(line.user, request)
         if self._turns is not None:
@@ -208,13 +208,16 @@ class WaitingQueue(RequestQueue):
         """Return how many requests of the user wait."""
         return len(self._lines[user])
 
-    def first_of_each_user(self) -> Iterator[tuple[User[Request], Request]]:
-        """Iterate over the first request of every user that waits, parked or not."""
-        return ((user, line.head()[1]) for user, line in self._lines.items())
+    def first_of_each_user(self, until_ns: int) -> Iterator[tuple[User[Request], Request]]:
+        """Iterate over the first request of every user that is not parked beyond an instant."""
+        for user, line in self._lines.items():
+            wake_ns = self._parked.of(user)
+            if wake_ns is None or wake_ns <= until_ns:
+                yield user, line.head()[1]
 
-    def heads(self) -> list[tuple[User[Request], Request]]:
+    def heads(self, most: int) -> list[tuple[User[Request], Request]]:
         """Return the first request of each user that is not parked, in the order of admission."""
-        turns = sorted(self._turns_to_come())
+        turns = heapq.nsmallest(most, self._turns_to_come())
         return [(line.user, line.head()[1]) for _, _, _, line in turns]
 
     # --- inside -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class Answer:
     Attributes:
         user: Who asked.
         request_id: vLLM's name for the request.
+        sent_ns: The instant at which the request was sent.
         status: The HTTP status, or the one that an error in the stream names.
         arrivals_ns: The instant of each token's arrival, in order.
         token_ids: The tokens.
@@ -31,6 +32,7 @@ class Answer:
 
     user: str
     request_id: str = ""
+    sent_ns: int = 0
     status: int = 0
     arrivals_ns: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -81,6 +83,7 @@ class Client:
             "vllm_xargs": {"output_rate_user": user},
             **parameters,
         }
+        answer.sent_ns = time.monotonic_ns()
         async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
             answer.status = response.status
             if response.status != 200:

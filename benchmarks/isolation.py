@@ -1,0 +1,283 @@
+"""What a neighbour with many streams does to a user with one, on the served engine.
+
+A quiet user sends short requests one after another: alone, beside a neighbour with one stream, and
+beside the same neighbour with many. The neighbour is limited, so its streams together do the same
+work in all phases, and what differs is only how many of them there are.
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from served.client import Answer, Client, cancelled
+from served.server import API_SERVER, Server, wait_until_ready
+
+from paths import SMOLLM2
+from serving import VERSION, launched
+
+RUNS = 3
+QUIET_REQUESTS = 60
+QUIET_TOKENS = 12
+NEIGHBOUR_TOKENS = 4000
+NEIGHBOUR_RATE = 40
+STREAMS = (64, 512, 2000)
+SHARE_SECONDS = 30
+WEIGHTS = {"one": 1, "two": 2, "four": 4}
+LIMITS = {"default": None, "users": {"neighbour": NEIGHBOUR_RATE}}
+
+_chance = random.Random(0)
+
+
+@contextmanager
+def engine(config: dict[str, Any], *args: str) -> Iterator[Server]:
+    """Start the engine with SmolLM2, thirty-two residents and eight active."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "limits.json"
+        file.write_text(json.dumps(config))
+        model = ("--model", str(SMOLLM2), "--load-format", "auto", "--dtype", "float32")
+        sizes = ("--max-model-len", "4608", "--max-num-seqs", "32", "--max-num-active-seqs", "8")
+        limits = ("--user-output-rate-config", str(file))
+        command = (*model, *sizes, *limits, *args)
+        with launched(
+            Path(folder), VERSION, "sync", API_SERVER, *command, is_recorded=False
+        ) as server:
+            wait_until_ready(server)
+            yield server
+
+
+def prompt(tokens: int) -> list[int]:
+    """Return a prompt that shares no prefix with another."""
+    return [_chance.randrange(1000, 40_000) for _ in range(tokens)]
+
+
+async def quiet(
+    client: Client, requests: int = QUIET_REQUESTS, user: str = "quiet"
+) -> list[Answer]:
+    """Send short requests one after another."""
+    return [
+        await client.complete(user, prompt(4), QUIET_TOKENS, ignore_eos=True)
+        for _ in range(requests)
+    ]
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Return a percentile."""
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def latencies(answers: list[Answer]) -> dict[str, float]:
+    """Return first token and gap, in milliseconds."""
+    first = [(answer.arrivals_ns[0] - answer.sent_ns) / 1e6 for answer in answers]
+    gaps = [
+        (later - earlier) / 1e6
+        for answer in answers
+        for earlier, later in pairwise(answer.arrivals_ns)
+    ]
+    return {
+        "first_token_p50_ms": median(first),
+        "first_token_p95_ms": percentile(first, 95),
+        "first_token_p99_ms": percentile(first, 99),
+        "gap_p50_ms": median(gaps),
+        "gap_p99_ms": percentile(gaps, 99),
+    }
+
+
+@asynccontextmanager
+async def neighbour(
+    server: Server, client: Client, streams: int, prompt_tokens: int, tokens: int | None = None
+) -> AsyncIterator[tuple[list[Answer], list["asyncio.Task[Answer]"]]]:
+    """Open the neighbour's streams and wait until the server has them all."""
+    tokens = tokens or NEIGHBOUR_TOKENS // streams
+    answers = [Answer("neighbour") for _ in range(streams)]
+    tasks = [
+        asyncio.create_task(
+            client.complete(
+                "neighbour", prompt(prompt_tokens), tokens, answer=answer, ignore_eos=True
+            )
+        )
+        for answer in answers
+    ]
+    try:
+        while sum(bool(answer.status) for answer in answers) < streams:
+            await asyncio.sleep(0.2)
+        while not any(answer.arrivals_ns for answer in answers):
+            await asyncio.sleep(0.2)
+        yield answers, tasks
+    finally:
+        await cancelled(tasks)
+
+
+async def phase(server: Server, streams: int, prompt_tokens: int, to_the_end: bool) -> dict:
+    """Measure the quiet user beside a neighbour."""
+    async with Client(server.url) as client:
+        if not streams:
+            return {"streams": 0, **latencies(await quiet(client))}
+        async with neighbour(server, client, streams, prompt_tokens) as (answers, tasks):
+            await quiet(client, 5)
+            measured = await quiet(client)
+            end_ns = measured[-1].arrivals_ns[-1]
+            begin_ns = measured[0].sent_ns
+            tokens = sum(begin_ns < each <= end_ns for a in answers for each in a.arrivals_ns)
+            row = {
+                "streams": streams,
+                **latencies(measured),
+                "neighbour_tokens_per_second": tokens * 1e9 / (end_ns - begin_ns),
+                "errors": sum(answer.status != 200 for answer in [*answers, *measured]),
+            }
+            if to_the_end:
+                await asyncio.gather(*tasks)
+                row["finished"] = sum(answer.finish_reason == "length" for answer in answers)
+            return row
+
+
+def beside_streams() -> list[dict]:
+    """Measure the quiet user alone and beside one and many streams, several times."""
+    rows = []
+    with engine(LIMITS) as server:
+        asyncio.run(phase(server, 0, 4, False))  # warm
+        for run in range(RUNS):
+            one: dict[str, float] = {}
+            for streams in (0, 1, *STREAMS):
+                row = asyncio.run(phase(server, streams, 4, run == 0 and streams > 1))
+                one = row if streams == 1 else one
+                rows.append({"run": run, **row, **ratios(row, one)})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def ratios(row: dict[str, float], one: dict[str, float]) -> dict[str, float]:
+    """Return the percentiles as multiples of those beside one stream."""
+    if row["streams"] <= 1:
+        return {}
+    return {
+        "first_token_p99_ratio": row["first_token_p99_ms"] / one["first_token_p99_ms"],
+        "gap_p99_ratio": row["gap_p99_ms"] / one["gap_p99_ms"],
+    }
+
+
+def beside_long_prompts() -> list[dict]:
+    """Measure the quiet user beside prompts of four chunks each."""
+    with engine(LIMITS, "--max-num-batched-tokens", "256") as server:
+
+        async def chunk_ms() -> float:
+            async with Client(server.url) as client:
+                answers = [await client.complete("quiet", prompt(250), 2) for _ in range(12)]
+            return median((each.arrivals_ns[0] - each.sent_ns) / 1e6 for each in answers[2:])
+
+        chunk = asyncio.run(chunk_ms())
+        rows = []
+        for run in range(RUNS):
+            row = asyncio.run(phase(server, 64, 800, False))
+            rows.append({"run": run, "chunk_ms": chunk, **row})
+            print(rows[-1], flush=True)
+        return rows
+
+
+def beside_full_cache() -> list[dict]:
+    """Measure the quiet user while paused residents hold all KV blocks and slots are free."""
+    rows = []
+    with engine(LIMITS, "--num-gpu-blocks-override", "41", "--block-size", "128") as server:
+        asyncio.run(phase(server, 0, 4, False))
+        for run in range(RUNS):
+            one = asyncio.run(phase(server, 1, 4, False))
+            row = asyncio.run(phase(server, 64, 300, False))
+            rows.append({"run": run, **row, **ratios(row, one)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+async def ten(server: Server, streams: int) -> dict[str, list[Answer]]:
+    """Run nine quiet users beside one with so many streams."""
+    async with Client(server.url) as client, neighbour(server, client, streams, 4, tokens=2000):
+        users = [f"quiet-{number}" for number in range(9)]
+        answers = await asyncio.gather(*(quiet(client, 20, user) for user in users))
+    return dict(zip(users, answers, strict=True))
+
+
+def ten_users() -> list[dict]:
+    """Measure nine quiet users beside a calm and a flooding tenth; nobody is limited."""
+    rows = []
+    with engine({"default": None}) as server:
+        asyncio.run(phase(server, 0, 4, False))
+        for run in range(RUNS):
+            calm, flooded = (asyncio.run(ten(server, streams)) for streams in (1, 64))
+            both = [
+                latencies([answer for each in users.values() for answer in each])
+                for users in (calm, flooded)
+            ]
+            worst = max(
+                latencies(flooded[user])["first_token_p50_ms"]
+                / latencies(calm[user])["first_token_p50_ms"]
+                for user in calm
+            )
+            rows.append(
+                {
+                    "run": run,
+                    "calm_p95_ms": both[0]["first_token_p95_ms"],
+                    "flooded_p95_ms": both[1]["first_token_p95_ms"],
+                    "pooled_p95_ratio": both[1]["first_token_p95_ms"]
+                    / both[0]["first_token_p95_ms"],
+                    "worst_p50_ratio": worst,
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def shares() -> list[dict]:
+    """Measure what users with weights get when all have more to do than there is room for."""
+
+    async def run(server: Server) -> list[dict]:
+        async with Client(server.url) as client:
+            answers = {user: [Answer(user) for _ in range(12)] for user in WEIGHTS}
+            tasks = [
+                asyncio.create_task(
+                    client.complete(user, prompt(4), 4000, answer=answer, ignore_eos=True)
+                )
+                for user, each in answers.items()
+                for answer in each
+            ]
+            await asyncio.sleep(3)
+            before = {user: sum(len(a.token_ids) for a in each) for user, each in answers.items()}
+            await asyncio.sleep(SHARE_SECONDS)
+            tokens = {
+                user: sum(len(a.token_ids) for a in each) - before[user]
+                for user, each in answers.items()
+            }
+            await cancelled(tasks)
+        total = sum(tokens.values())
+        return [
+            {
+                "user": user,
+                "weight": weight,
+                "tokens": tokens[user],
+                "part": tokens[user] / total,
+                "of_its_share": tokens[user] / total / (weight / sum(WEIGHTS.values())),
+            }
+            for user, weight in WEIGHTS.items()
+        ]
+
+    with engine({"default": None, "weights": WEIGHTS}) as server:
+        return asyncio.run(run(server))
+
+
+def measure() -> dict:
+    """Run all measurements."""
+    return {
+        "streams": beside_streams(),
+        "long_prompts": beside_long_prompts(),
+        "full_cache": beside_full_cache(),
+        "ten_users": ten_users(),
+        "shares": shares(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=2))
