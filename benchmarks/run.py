@@ -107,6 +107,24 @@ def _paused(rows: list[Result]) -> str:
     )
 
 
+def _flooded(rows: list[Result]) -> str:
+    return _table(
+        "The step beside a flood, against stock with only those that run",
+        ["Waiting", "Residents", "Running", "Stock µs", "Ours µs", "Ratio"],
+        [
+            [
+                f"{row['waiting']:,}",
+                f"{row['residents']:,}",
+                str(row["running"]),
+                f"{row['stock_us']:.0f}",
+                f"{row['ours_us']:.0f}",
+                f"{row['ratio']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
 def _absent(rows: list[Result]) -> str:
     return _table(
         "What known users without requests add to a step",
@@ -157,7 +175,12 @@ def _throughput(rows: list[Result]) -> str:
 
 
 _TABLES = {
-    "step_cost": {"scheduled": _scheduled, "paused": _paused, "absent": _absent},
+    "step_cost": {
+        "scheduled": _scheduled,
+        "paused": _paused,
+        "flooded": _flooded,
+        "absent": _absent,
+    },
     "serving": {"rates": _rates, "throughput": _throughput},
 }
 

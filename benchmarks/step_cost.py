@@ -153,6 +153,24 @@ def paused_cost(residents: int, running: int, users: int) -> dict:
     }
 
 
+def flooded_cost(waiting: int, residents: int, running: int) -> dict:
+    """Measure the step beside a flood: paused residents and requests that wait, of one user."""
+    busy = [f"busy-{i}" for i in range(running)]
+    flood = ["flood"] * (residents - running + waiting)
+    pacing = PacerConfig(default=None, users={"flood": 0.001})
+    stock_us, ours_us, added_us = paired_us(
+        (None, busy), (pacing, [*busy, *flood]), residents=residents
+    )
+    return {
+        "waiting": waiting,
+        "residents": residents,
+        "running": running,
+        "stock_us": stock_us,
+        "ours_us": ours_us,
+        "ratio": (stock_us + added_us) / stock_us,
+    }
+
+
 def absent_users_cost(users: int) -> dict:
     """Measure the longest step while `users` one-shot users are known and being forgotten."""
     scheduler = make_scheduler(PacerConfig(default=100), residents=16)
@@ -185,6 +203,7 @@ def measure() -> dict:
             scheduled_cost(64, False, False, UNLIMITED),
         ],
         "paused": [paused_cost(990, 10, users) for users in (1, 10, 990)],
+        "flooded": [flooded_cost(10_000, 1_000, 10)],
         "absent": [absent_users_cost(1_000_000)],
     }
 

@@ -47,6 +47,7 @@ class Pauses(Generic[R]):
         self._place: dict[R, tuple[User[R], int]] = {}
         self._wake_ups: WakeUps[User[R]] = WakeUps()
         self._users: dict[User[R], None] = {}
+        self.changes = 0  # how often a request was paused, resumed or dropped
 
     def __len__(self) -> int:
         """Return the number of paused requests."""
@@ -64,6 +65,7 @@ class Pauses(Generic[R]):
         """Pause a request, behind the others of its user and class, until `wake_ns` at most."""
         user.paused.setdefault(priority, deque()).append(request)
         self._place[request] = user, priority
+        self.changes += 1
         self._users[user] = None
         self.wake_by(user, wake_ns)
 
@@ -136,6 +138,7 @@ class Pauses(Generic[R]):
         """Forget a request that is no longer resident; no effect if it is not paused."""
         if request in self._place:
             user, priority = self._place.pop(request)
+            self.changes += 1
             user.paused[priority].remove(request)
             self._forget_if_empty(user, priority)
 
@@ -155,6 +158,7 @@ class Pauses(Generic[R]):
             while queue and len(taken) < count:
                 request = queue.popleft()
                 del self._place[request]
+                self.changes += 1
                 taken.append(request)
             self._forget_if_empty(user, priority)
         return taken

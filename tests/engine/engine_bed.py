@@ -631,6 +631,7 @@ class Bed:
         assert not scheduler._refused
         assert not scheduler._prefills
         assert not scheduler._held_back
+        assert not scheduler._shown
         assert _held_by(scheduler._holdings) == {}
         assert _held_by(scheduler.waiting) == {}
         assert scheduler.waiting.next_wake_ns() is None
