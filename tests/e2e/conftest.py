@@ -30,20 +30,23 @@ FEW_BLOCKS = 96
 
 WINDOW_RATES = {f"window-{rate}": rate for rate in (0.5, 1, 2, 3, 5, 8, 10, 15, 20, 30)}
 
+DEFAULT_LIMIT = 0.01
 LIMITS = {
-    "default": 0.01,
-    "users": {
-        "free": None,
-        "one-stream": 20,
-        "four-streams": 20,
-        "two-streams": 100,
-        "texts": 150,
-        **WINDOW_RATES,
-    },
+    "free": None,
+    "one-stream": 20,
+    "four-streams": 20,
+    "two-streams": 100,
+    "texts": 150,
+    **WINDOW_RATES,
 }
 """Users are independent of each other, so that one server does for many tests."""
 
-SMALL_LIMITS = {"free": None, "a": 60, "b": 90, "c": 150}
+SMALL_LIMITS = {
+    "default": None,
+    "users": {"free": None, "a": 60, "b": 90, "c": 150},
+    # Users that share the KV cache leave each other room; here requests are to be preempted.
+    "fairness": "off",
+}
 
 
 @pytest.fixture(scope="session")
@@ -66,15 +69,16 @@ def servers(
 ) -> Iterator[dict[str, Server]]:
     """Both servers of a lane, started together."""
     folders = {name: tmp_path_factory.mktemp(f"{name}-{lane}") for name in ("roomy", "small")}
-    limits = folders["roomy"] / "limits.yaml"
-    limits.write_text(yaml.safe_dump(LIMITS))
+    limits = folders["small"] / "limits.yaml"
+    limits.write_text(yaml.safe_dump(SMALL_LIMITS))
     with ExitStack() as stack:
         roomy = launched(
             folders["roomy"],
             vllm_version,
             lane,
             API_SERVER,
-            *("--user-output-rate-config", str(limits)),
+            *("--default-user-output-tokens-per-second", str(DEFAULT_LIMIT)),
+            *("--user-output-tokens-per-second", json.dumps(LIMITS)),
             *("--max-num-queued-reqs", str(QUEUE_LIMIT)),
         )
         small = launched(
@@ -82,8 +86,7 @@ def servers(
             vllm_version,
             lane,
             VLLM_SERVE,
-            *("--default-user-output-tokens-per-second", "null"),
-            *("--user-output-tokens-per-second", json.dumps(SMALL_LIMITS)),
+            *("--user-output-rate-config", str(limits)),
             *("--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)),
             *("--api-server-count", "2"),
         )
@@ -95,13 +98,13 @@ def servers(
 
 @pytest.fixture
 def roomy(servers: dict[str, Server]) -> Server:
-    """A server with more KV blocks than it needs; its limits come from a YAML file."""
+    """A server with more KV blocks than it needs; its limits come from flags."""
     return servers["roomy"]
 
 
 @pytest.fixture
 def small(servers: dict[str, Server]) -> Server:
-    """A server with few KV blocks and two API servers; its limits come from flags."""
+    """A server with few KV blocks and two API servers; its limits come from a YAML file."""
     return servers["small"]
 
 

@@ -26,7 +26,8 @@ from upstream_source import (
 from vllm.config import SchedulerConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched import scheduler as scheduler_module
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
@@ -156,6 +157,9 @@ def _owners() -> dict[str, object]:
         "SCHEDULER_CONFIG": scheduler.scheduler_config,
         "REQUEST_STATUS": RequestStatus,
         "SCHEDULING_POLICY": SchedulingPolicy,
+        "PAUSE_STATE": PauseState,
+        "KV_CACHE_CONFIG": scheduler.kv_cache_config,
+        "NEW_REQUEST_DATA": NewRequestData.from_request(new_request(), ((),)),
         "PLATFORM": current_platform,
     }
 

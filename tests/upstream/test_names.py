@@ -40,7 +40,7 @@ def test_every_name_of_vllms_is_listed(path: Path) -> None:
         ("self.kv_cache_manager.coordinator", "coordinator"),
         ("super()._update_after_schedule(output)", "_update_after_schedule"),
         ("engine._process_input_queue()", "_process_input_queue"),
-        ("getattr(self, '_pause_state')", "_pause_state"),
+        ("getattr(self, '_inflight_prefills')", "_inflight_prefills"),
         ("wrap(EngineCoreProc, 'post_step', around)", "post_step"),
         ("from vllm.v1.core.sched.scheduler import _private", "_private"),
         ("from vllm._custom_ops import public", "_custom_ops"),

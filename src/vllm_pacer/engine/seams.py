@@ -171,6 +171,7 @@ SEAMS = (
 )
 
 SCHEDULER_ATTRIBUTES = (
+    "_pause_state",
     "block_size",
     "kv_cache_config",
     "kv_cache_manager",
@@ -179,7 +180,6 @@ SCHEDULER_ATTRIBUTES = (
     "max_num_running_reqs",
     "num_prefill_lookahead",
     "num_waiting_for_streaming_input",
-    "pause_state",
     "policy",
     "requests",
     "requires_kv_delivery",
@@ -242,6 +242,9 @@ REQUEST_STATUS_ATTRIBUTES = (
     "WAITING_FOR_STREAMING_REQ",
 )
 SCHEDULING_POLICY_ATTRIBUTES = ("PRIORITY",)
+PAUSE_STATE_ATTRIBUTES = ("UNPAUSED",)
+KV_CACHE_CONFIG_ATTRIBUTES = ("kv_cache_groups",)
+NEW_REQUEST_DATA_ATTRIBUTES = ("req_id",)
 PLATFORM_ATTRIBUTES = ("is_cpu",)
 WATCH_DOG_ATTRIBUTES = ("feed",)  # since 0.33
 

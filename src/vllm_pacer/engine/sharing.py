@@ -153,7 +153,7 @@ class SharingScheduler(Scheduler):
 
         If there is none, a paused request gives way.
         """
-        if not self.waiting.has_turns() or self.pause_state != PauseState.UNPAUSED:
+        if not self.waiting.has_turns() or self._pause_state != PauseState.UNPAUSED:
             return []
         for request in self.running[: len(self.running) - len(self._pauses)]:
             self._holdings.update(self._owner(request), request)

@@ -98,14 +98,14 @@ class Recorder:
         self._add_request = scheduler.add_request
         self._finish_requests = scheduler.finish_requests
         self._preempt_request = scheduler._preempt_request
-        self._take = scheduler._limiter.take
+        self._take_granted = scheduler._limiter.take_granted
         self._give_back = scheduler._limiter.give_back
         scheduler.schedule = self.schedule
         scheduler.update_from_output = self.update_from_output
         scheduler.add_request = self.add_request
         scheduler.finish_requests = self.finish_requests
         scheduler._preempt_request = self.preempt_request
-        scheduler._limiter.take = self.take
+        scheduler._limiter.take_granted = self.take_granted
         scheduler._limiter.give_back = self.give_back
 
     def _write(self, **what: Any) -> None:
@@ -182,12 +182,11 @@ class Recorder:
         self._preempt_request(request, *args, **kwargs)
         self._write(preempted=request.request_id, was_paused=was_paused)
 
-    def take(self, account: Any, tokens: int = 1) -> bool:
-        """A charge; written with its step."""
-        granted = self._take(account, tokens)
-        if granted:
+    def take_granted(self, tokens_of: Any) -> Any:
+        """The charges of a step; written with it."""
+        for account, tokens in tokens_of.items():
             self._taken[account.user] += tokens
-        return granted
+        return self._take_granted(tokens_of)
 
     def give_back(self, account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
         """A refund."""
