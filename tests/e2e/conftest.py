@@ -70,7 +70,7 @@ def servers(
     """Both servers of a lane, started together."""
     folders = {name: tmp_path_factory.mktemp(f"{name}-{lane}") for name in ("roomy", "small")}
     limits = folders["small"] / "limits.yaml"
-    limits.write_text(yaml.safe_dump(SMALL_LIMITS))
+    limits.write_text(yaml.safe_dump(SMALL_LIMITS, sort_keys=False))
     with ExitStack() as stack:
         roomy = launched(
             folders["roomy"],

@@ -51,15 +51,16 @@ def test_log_has_one_line_with_the_limits(server: Server) -> None:
     assert f"{RESIDENT_LIMIT} resident requests, {ACTIVE_LIMIT} active" in lines[0]
 
 
-def test_log_line_names_the_limits_of_flags(small: Server) -> None:
-    """With few users the line names each with its limit."""
+def test_log_line_names_the_limits_of_few_users(small: Server) -> None:
+    """With few users, from a YAML file, the line names each with its limit."""
     (line,) = re.findall(r"vllm-pacer limits .*", small.log.read_text(errors="replace"))
     assert "default no limit, burst 0.1 s" in line
     assert "free: no limit, a: 60 tokens/s, b: 90 tokens/s, c: 150 tokens/s" in line
+    assert "fairness off" in line
 
 
 def test_log_line_counts_many_users(roomy: Server) -> None:
-    """With many users, from a YAML file, the line says how many."""
+    """With many users, from flags, the line says how many."""
     (line,) = re.findall(r"vllm-pacer limits .*", roomy.log.read_text(errors="replace"))
     assert "default 0.01 tokens/s" in line
     assert "15 users named, 14 of them limited" in line
