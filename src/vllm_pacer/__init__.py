@@ -46,9 +46,9 @@ def llm_kwargs(
 
     settings = {
         "default": default,
-        "users": users or {},
+        "users": {} if users is None else users,
         "burst": burst,
-        "weights": weights or {},
+        "weights": {} if weights is None else weights,
         "fairness": fairness,
     }
     pacing = make_config(settings, "llm_kwargs")

@@ -300,6 +300,14 @@ class _StrictLoader(yaml.SafeLoader):
             for key, value in node.value
         )
 
+    def construct_null(self, node: yaml.ScalarNode) -> None:
+        """Refuse a value that was left out: it would be no limit, which may not be meant."""
+        if not node.value:
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: a key without a value; write a number after "
+                "a colon and a space, or null for no limit"
+            )
+
     def construct_number(self, node: yaml.ScalarNode) -> int | Decimal | str:
         """Build a number as `_json` does."""
         return _number(str(node.value))
@@ -313,6 +321,7 @@ _StrictLoader.yaml_implicit_resolvers = {
 _StrictLoader.add_implicit_resolver(
     _YAML_NUMBERS[0], re.compile(f"({_NUMBER.pattern})$"), list("-0123456789")
 )
+_StrictLoader.add_constructor("tag:yaml.org,2002:null", _StrictLoader.construct_null)
 for _tag in _YAML_NUMBERS:
     _StrictLoader.add_constructor(_tag, _StrictLoader.construct_number)
 

@@ -260,11 +260,11 @@ def test_good_user_names(name: str) -> None:
         ("default: 3\nusers: {a: 1, 'a': 2}", "'a' is given twice; keep one of the two"),
         ("default: 3\nusers:\n  1: 2", "users: a user's name must be a string, got 1; write it in"),
         ("default: 3\nusers:\n  no: 2", "users: a user's name must be a string, got False; write"),
-        ("default: 3\nusers:", "users: got None; write a mapping from user to tokens per second"),
+        ("default: 3\nusers: null", "users: got None; write a mapping from user to tokens per second"),
         ("default: 3\nburst: -1", f"burst: got -1; {ALLOWED_BURSTS}"),
         ("default: 3\nburst: 3600.5", f"burst: got 3600.5; {ALLOWED_BURSTS}"),
         ("default: 3\nburst: true", f"burst: got True; {ALLOWED_BURSTS}"),
-        ("default: 3\nburst:", f"burst: got None; {ALLOWED_BURSTS}"),
+        ("default: 3\nburst: null", f"burst: got None; {ALLOWED_BURSTS}"),
         ("default: 3\nburst: 1e-999999999", f"burst: got '1e-999999999'; {ALLOWED_BURSTS}"),
         ("default: .nan", f"default: got '.nan'; {ALLOWED_RATES}"),
         ("default: .inf", f"default: got '.inf'; {ALLOWED_RATES}"),
@@ -451,3 +451,24 @@ def test_sharing(written: str, is_on: bool, tmp_path: Path) -> None:
     assert config.fairness is is_on
     assert "2 weights" in config.describe()
     assert ("fairness off" in config.describe()) is not is_on
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "default:\n",
+        "default: 1\nusers: {a:20}\n",
+        "default: 1\nusers: {a:100, b: 5}\n",
+        "default: 1\nusers:\n  a:\n  b: 3\n",
+        "default: 1\nusers: {a: 1, b: }\n",
+        "default: 1\nburst:\n",
+    ],
+)
+def test_a_value_left_out_is_no_limit_taken_away(text: str, tmp_path: Path) -> None:
+    """A key without a value, or without the space that YAML wants, is refused and not unlimited."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"line \d: a key without a value; .* or null for no limit"
+    ):
+        config_from_file(path)

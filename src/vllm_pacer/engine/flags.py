@@ -83,7 +83,8 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
         f"--{_FILE.replace('_', '-')}",
         type=lambda text: _checked(text, None, None, text),
         metavar="FILE",
-        help="The same from a YAML or JSON file with the keys default, burst (seconds) and users.",
+        help="The same from a YAML or JSON file with the keys default, users, burst (seconds), "
+        "weights and fairness.",
     )
     return parser
 
