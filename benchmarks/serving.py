@@ -24,7 +24,7 @@ from served.client import Client, arrivals_of  # noqa: E402
 from served.server import API_SERVER, LANES, Server, launched, wait_until_ready  # noqa: E402
 
 VERSION = "0.32.0"
-RUNS = 40
+RUNS = 24
 STREAMS = 16
 TOKENS = 160
 FAR_AWAY = ("--default-user-output-tokens-per-second", "1000000")

@@ -25,7 +25,7 @@ from vllm_pacer import PacerConfig
 
 FAR_AWAY = PacerConfig(default=1_000_000)
 UNLIMITED = PacerConfig(default=None)
-PROCESS_PAIRS = 5  # where a process happens to lie in memory is worth a tenth of a microsecond
+PROCESS_PAIRS = 4  # where a process happens to lie in memory is worth a tenth of a microsecond
 STEP_PAIRS = 300  # of each pair of processes
 
 multiprocessing.set_forkserver_preload(["torch", "vllm.v1.core.sched.scheduler"])
