@@ -26,7 +26,7 @@ from served.server import (  # noqa: E402
 )
 
 QUEUE_LIMIT = 100
-FEW_BLOCKS = 96
+FEW_BLOCKS = 70
 
 WINDOW_RATES = {f"window-{rate}": rate for rate in (0.5, 1, 2, 3, 5, 8, 10, 15, 20, 30)}
 

@@ -260,7 +260,10 @@ def test_good_user_names(name: str) -> None:
         ("default: 3\nusers: {a: 1, 'a': 2}", "'a' is given twice; keep one of the two"),
         ("default: 3\nusers:\n  1: 2", "users: a user's name must be a string, got 1; write it in"),
         ("default: 3\nusers:\n  no: 2", "users: a user's name must be a string, got False; write"),
-        ("default: 3\nusers: null", "users: got None; write a mapping from user to tokens per second"),
+        (
+            "default: 3\nusers: null",
+            "users: got None; write a mapping from user to tokens per second",
+        ),
         ("default: 3\nburst: -1", f"burst: got -1; {ALLOWED_BURSTS}"),
         ("default: 3\nburst: 3600.5", f"burst: got 3600.5; {ALLOWED_BURSTS}"),
         ("default: 3\nburst: true", f"burst: got True; {ALLOWED_BURSTS}"),
