@@ -58,7 +58,8 @@ def tables(results: dict[str, Result]) -> str:
         where = result["circumstances"]
         parts.append(
             f"`{where['command']}` on {where['date'][:10]}: vLLM {where['vllm']}, Python "
-            f"{where['python']}, {where['cores']} cores of {where['processor']}.\n"
+            f"{where['python']}, {where['cores']} cores of {where['processor']}, at commit "
+            f"{where['commit']}.\n"
         )
         parts += [make(result[part]) for part, make in _TABLES[name].items()]
     return "\n".join(parts)
