@@ -3,7 +3,7 @@
 The rules:
 
 1. What is admitted, and in which order, is for the waiting queue, which asks here whether a request
-   may become resident. What has no room gets none by vLLM's looking at it.
+   may become resident. What has no room is not offered.
 2. A full house gives way ahead of vLLM's look at the queue; when KV blocks run out, it gives way in
    the middle of it. Only paused requests do.
 3. When more requests could be computed than may be, the positions of the step are divided between
@@ -129,6 +129,9 @@ class SharingScheduler(Scheduler):
 
     def _priority_class(self, request: Request) -> int:
         return request.priority if self.policy == SchedulingPolicy.PRIORITY else 0
+
+    def _is_sharing(self) -> bool:
+        return self._pacing.fairness and len(self._users) > 1
 
     def _watch(self, user: User[Request]) -> None:
         if user.account.limited:
@@ -332,7 +335,7 @@ class SharingScheduler(Scheduler):
     def _choose_active(self, running: list[Request], now_ns: int) -> list[Request]:
         """Let those go on whose users have quota again, within the limit of active requests."""
         room = self._active_limit - len(running)
-        is_sharing = self._pacing.fairness and len(self._users) > 1
+        is_sharing = self._is_sharing()
         ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
         newcomers = self._newcomers = self._let_in() if is_sharing else []
         count = sum(ready.values())
@@ -456,8 +459,7 @@ class SharingScheduler(Scheduler):
 
         Every other step at most, so it goes on.
         """
-        is_sharing = self._pacing.fairness and len(self._users) > 1
-        if not is_sharing or self._step.number <= self._held_back_in + 1:
+        if not self._is_sharing() or self._step.number <= self._held_back_in + 1:
             return running
         at_quota = {
             request for user, request in self._prefills.items() if not self._has_plenty(user)
