@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pacer import PacerConfig
+from vllm_pacer.clock import Clock
 from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
 
 TESTBED = Path(__file__).parents[1] / ".testbed"
@@ -32,6 +33,7 @@ def make_scheduler(
     residents: int = 256,
     active: int | None = None,
     blocks: int = 200_000,
+    clock: Clock | None = None,
 ) -> Scheduler:
     """Build vLLM's own scheduler, or ours if there are limits."""
     model_config = ModelConfig(model=str(TINY_MODEL), dtype="float32", max_model_len=4096)
@@ -67,7 +69,9 @@ def make_scheduler(
     }
     if pacing is None:
         return (AsyncScheduler if is_async else Scheduler)(**kwargs)
-    return (PacedAsyncScheduler if is_async else PacedScheduler)(pacing=pacing, **kwargs)
+    return (PacedAsyncScheduler if is_async else PacedScheduler)(
+        pacing=pacing, clock=clock, **kwargs
+    )
 
 
 def add_requests(scheduler: Scheduler, users: Iterable[str], max_tokens: int = 4000) -> None:

@@ -1,6 +1,6 @@
 """Run the benchmarks, store the results as JSON and put their tables into the documentation.
 
-Usage: `python benchmarks/run.py [step_cost] [serving]`; all of them if none is named.
+Usage: `python benchmarks/run.py [step_cost] [serving] [isolation] [replay]`; all if none is named.
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-BENCHMARKS = ("step_cost", "serving")
+BENCHMARKS = ("step_cost", "serving", "isolation", "replay")
 BEGIN, END = "<!-- generated -->\n", "<!-- /generated -->"
 
 Result = dict[str, Any]
@@ -61,128 +62,172 @@ def tables(results: dict[str, Result]) -> str:
             f"{where['python']}, {where['cores']} cores of {where['processor']}, at commit "
             f"{where['commit']}.\n"
         )
-        parts += [make(result[part]) for part, make in _TABLES[name].items()]
+        parts += [table.of(result[part]) for part, table in _TABLES[name].items() if part in result]
     return "\n".join(parts)
 
 
-def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
-    lines = [f"### {title}\n", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True)
+class Table:
+    """A table of a result's rows: each column's header, and the format of its cells."""
 
+    title: str
+    columns: dict[str, str]
 
-def _scheduled(rows: list[Result]) -> str:
-    return _table(
-        "What limits that do not bind add to a step",
-        ["Scheduling", "Requests", "Users", "Limits", "Stock µs", "Ours µs", "Added ns/request"],
-        [
-            [
-                row["scheduling"],
-                str(row["requests"]),
-                str(row["users"]),
-                "far away" if row["limited"] else "none",
-                f"{row['stock_us']:.0f}",
-                f"{row['ours_us']:.0f}",
-                f"{row['added_ns_per_request']:.0f}",
+    def of(self, rows: list[Result]) -> str:
+        """Return the table as Markdown."""
+        lines = [
+            f"### {self.title}\n",
+            "| " + " | ".join(self.columns) + " |",
+            "|" + "---|" * len(self.columns),
+        ]
+        for row in rows:
+            cells = [
+                cell.format_map(row) if cell.partition(":")[0].strip("{}") in row else ""
+                for cell in self.columns.values()
             ]
-            for row in rows
-        ],
-    )
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
 
 
-def _paused(rows: list[Result]) -> str:
-    return _table(
-        "What paused residents add to a step",
-        ["Paused", "Of users", "Running", "Alone µs", "Beside µs", "Added ns/paused"],
-        [
-            [
-                str(row["paused"]),
-                str(row["paused_users"]),
-                str(row["running"]),
-                f"{row['alone_us']:.0f}",
-                f"{row['beside_us']:.0f}",
-                f"{row['added_ns_per_paused']:.0f}",
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _flooded(rows: list[Result]) -> str:
-    return _table(
-        "The step beside a flood, against stock with only those that run",
-        ["Waiting", "Residents", "Running", "Stock µs", "Ours µs", "Ratio"],
-        [
-            [
-                f"{row['waiting']:,}",
-                f"{row['residents']:,}",
-                str(row["running"]),
-                f"{row['stock_us']:.0f}",
-                f"{row['ours_us']:.0f}",
-                f"{row['ratio']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _absent(rows: list[Result]) -> str:
-    return _table(
-        "What known users without requests add to a step",
-        ["Known users", "Median µs", "Longest step µs"],
-        [
-            [
-                f"{row['known_users']:,}",
-                f"{row['median_added_us']:+.1f}",
-                f"{row['longest_added_us']:+.0f}",
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _rates(rows: list[Result]) -> str:
-    return _table(
-        "Users at their limits, all at once, by the client's clock",
-        ["Scheduling", "Limit, tokens/s", "Streams", "Tokens", "Measured, tokens/s"],
-        [
-            [
-                row["scheduling"],
-                str(row["limit"]),
-                str(row["streams"]),
-                str(row["tokens"]),
-                f"{row['rate']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _throughput(rows: list[Result]) -> str:
-    return _table(
-        "Throughput of the served engine, best of alternating runs",
-        ["Scheduling", "Runs each", "Stock, tokens/s", "Ours, tokens/s", "Ratio"],
-        [
-            [
-                row["scheduling"],
-                str(len(row["tokens_per_second"]["stock"])),
-                f"{row['best_stock']:.0f}",
-                f"{row['best_ours']:.0f}",
-                f"{row['ratio']:.3f}",
-            ]
-            for row in rows
-        ],
-    )
-
+_BESIDE = {
+    "First token p50, ms": "{first_token_p50_ms:.1f}",
+    "p99, ms": "{first_token_p99_ms:.1f}",
+    "Gap p50, ms": "{gap_p50_ms:.1f}",
+    "Gap p99, ms": "{gap_p99_ms:.1f}",
+}
+_AGAINST_ONE_STREAM = {
+    "First token p99 ÷ one stream": "{first_token_p99_ratio:.2f}",
+    "Gap p99 ÷ one stream": "{gap_p99_ratio:.2f}",
+}
+_NEIGHBOUR = {"Neighbour, tokens/s": "{neighbour_tokens_per_second:.2f}", "Errors": "{errors}"}
 
 _TABLES = {
     "step_cost": {
-        "scheduled": _scheduled,
-        "paused": _paused,
-        "flooded": _flooded,
-        "absent": _absent,
+        "scheduled": Table(
+            "What limits that do not bind add to a step",
+            {
+                "Scheduling": "{scheduling}",
+                "Requests": "{requests}",
+                "Users": "{users}",
+                "Limits": "{limits}",
+                "Stock µs": "{stock_us:.0f}",
+                "Ours µs": "{ours_us:.0f}",
+                "Added ns/request": "{added_ns_per_request:.0f}",
+            },
+        ),
+        "paused": Table(
+            "What paused residents add to a step",
+            {
+                "Paused": "{paused}",
+                "Of users": "{paused_users}",
+                "Running": "{running}",
+                "Alone µs": "{alone_us:.0f}",
+                "Beside µs": "{beside_us:.0f}",
+                "Added ns/paused": "{added_ns_per_paused:.0f}",
+            },
+        ),
+        "flooded": Table(
+            "The step beside a flood, against stock with only those that run",
+            {
+                "Waiting": "{waiting:,}",
+                "Residents": "{residents:,}",
+                "Running": "{running}",
+                "Stock µs": "{stock_us:.0f}",
+                "Ours µs": "{ours_us:.0f}",
+                "Ratio": "{ratio:.2f}",
+            },
+        ),
+        "absent": Table(
+            "What known users without requests add to a step",
+            {
+                "Known users": "{known_users:,}",
+                "Median µs": "{median_added_us:+.1f}",
+                "Longest step µs": "{longest_added_us:+.0f}",
+            },
+        ),
     },
-    "serving": {"rates": _rates, "throughput": _throughput},
+    "serving": {
+        "rates": Table(
+            "Users at their limits, all at once, by the client's clock",
+            {
+                "Scheduling": "{scheduling}",
+                "Limit, tokens/s": "{limit}",
+                "Streams": "{streams}",
+                "Tokens": "{tokens}",
+                "Measured, tokens/s": "{rate:.2f}",
+            },
+        ),
+        "throughput": Table(
+            "Throughput of the served engine, best of alternating runs",
+            {
+                "Scheduling": "{scheduling}",
+                "Runs each": "{runs}",
+                "Stock, tokens/s": "{best_stock:.0f}",
+                "Ours, tokens/s": "{best_ours:.0f}",
+                "Ratio": "{ratio:.3f}",
+            },
+        ),
+    },
+    "isolation": {
+        "streams": Table(
+            "A quiet user beside a neighbour limited to 40 tokens/s",
+            {
+                "Neighbour's streams": "{streams}",
+                **_BESIDE,
+                **_AGAINST_ONE_STREAM,
+                **_NEIGHBOUR,
+                "Finished in the end": "{finished}",
+            },
+        ),
+        "long_prompts": Table(
+            "The same beside 64 prompts of 800 tokens, in chunks of 256",
+            {"A chunk's step, ms": "{chunk_ms:.1f}", **_BESIDE, **_NEIGHBOUR},
+        ),
+        "full_cache": Table(
+            "The same while paused requests hold all KV blocks and slots are free",
+            {"Neighbour's streams": "{streams}", **_BESIDE, **_AGAINST_ONE_STREAM, **_NEIGHBOUR},
+        ),
+        "ten_users": Table(
+            "Nine quiet users beside a tenth with 64 streams, against the same with one",
+            {
+                "Calm, pooled p95, ms": "{calm_p95_ms:.1f}",
+                "Flooded, pooled p95, ms": "{flooded_p95_ms:.1f}",
+                "Ratio": "{pooled_p95_ratio:.2f}",
+                "Greatest ratio of one user's p50": "{worst_p50_ratio:.2f}",
+            },
+        ),
+        "shares": Table(
+            "Nobody limited, all backlogged",
+            {
+                "User": "{user}",
+                "Weight": "{weight}",
+                "Tokens": "{tokens:,}",
+                "Part": "{part:.3f}",
+                "Of its share": "{of_its_share:.3f}",
+            },
+        ),
+        "throughput": Table(
+            "Throughput with weights, best of alternating runs",
+            {
+                "Runs each": "{runs}",
+                "Stock, tokens/s": "{best_stock:.0f}",
+                "Ours, tokens/s": "{best_ours:.0f}",
+                "Ratio": "{ratio:.3f}",
+            },
+        ),
+    },
+    "replay": {
+        "replays": Table(
+            "A trace of 27 users, more than the engine can serve",
+            {
+                "Order": "{order}",
+                "Average service difference": "{difference:.1f}",
+                "÷ first come": "{of_first_come:.3f}",
+                "Tokens/s": "{tokens_per_second:.1f}",
+                "Finished": "{finished:,}",
+            },
+        ),
+    },
 }
 
 

@@ -99,6 +99,7 @@ def throughput(lane: str) -> dict[str, Any]:
     return {
         "scheduling": lane,
         "tokens_per_second": runs,
+        "runs": len(runs["stock"]),
         "best_stock": best["stock"],
         "best_ours": best["ours"],
         "ratio": best["ours"] / best["stock"],

@@ -128,7 +128,7 @@ def scheduled_cost(requests: int, one_user: bool, is_async: bool, pacing: PacerC
         "requests": requests,
         "users": 1 if one_user else requests,
         "scheduling": "async" if is_async else "sync",
-        "limited": pacing.default is not None,
+        "limits": "none" if pacing.default is None else "far away",
         "stock_us": stock_us,
         "ours_us": ours_us,
         "added_ns_per_request": added_us * 1000 / requests,

@@ -49,6 +49,8 @@ class FairShare:
         slots: The residents that the engine has room for.
         blocks: Its KV blocks.
         weights: The weights that are not one, by user.
+        spare_slots: How many more slots than positions in a step there are. No more are kept: an
+            engine that could compute in them would lose throughput. All of them if not given.
 
     >>> fair = FairShare(slots=4, blocks=100, weights={})
     >>> heavy, light = fair.enter("heavy"), fair.enter("light")
@@ -58,8 +60,12 @@ class FairShare:
     True
     """
 
-    def __init__(self, slots: int, blocks: int, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, slots: int, blocks: int, weights: Mapping[str, float], spare_slots: int | None = None
+    ) -> None:
         self._slots = slots
+        most = slots // _KEPT_PART
+        self._most_kept_slots = most if spare_slots is None else min(most, spare_slots)
         self._blocks = blocks
         self._weights = weights
         self._members: dict[str, Member] = {}
@@ -108,7 +114,7 @@ class FairShare:
     def keep(self, member: Member, blocks: int, now_ns: int) -> None:
         """Keep the room that a finished request has left, if its user is entitled to it."""
         if (
-            (self._kept_slots + 1) * _KEPT_PART <= self._slots
+            self._kept_slots < self._most_kept_slots
             and (self._kept_blocks + blocks) * _KEPT_PART <= self._blocks
             and self.is_entitled(member, blocks, slots=len(member.kept) + 1)
         ):

@@ -349,7 +349,7 @@ def test_waiting_requests_that_find_no_blocks_take_no_positions() -> None:
 
 def test_room_that_grammars_are_compiled_for_is_still_kept() -> None:
     """A request that vLLM skips does not use up what is kept for its user."""
-    bed = Bed({"flood": 40}, step_ms=20, max_num_seqs=16)
+    bed = Bed({"flood": 40}, step_ms=20, max_num_seqs=16, max_num_active_seqs=8)
     bed.add("flood", prompt=4, tokens=200)
     quiet = bed.add("quiet", tokens=2)
     while quiet not in bed.finished:
@@ -368,3 +368,16 @@ def test_room_that_grammars_are_compiled_for_is_still_kept() -> None:
     assert len(member.kept) == 0
     bed.run()
     bed.check_empty()
+
+
+def test_no_slot_stays_empty_in_an_engine_that_could_compute_in_it() -> None:
+    """With as many positions as slots a user takes what others leave at once."""
+    bed = Bed(step_ms=20, max_num_seqs=16)
+    quiet = bed.add("quiet", tokens=2)
+    for _ in range(40):
+        bed.add("flood", tokens=20)
+    while quiet not in bed.finished:
+        bed.step()
+    bed.step()
+    bed.step()
+    assert len(bed.steps[-1].computed) == 16

@@ -183,3 +183,14 @@ def test_first_come_shares_nothing() -> None:
     assert fair.share(heavy) == fair.share(light)
     assert fair.may_admit(heavy, 1, free_slots=0, free_blocks=0)
     assert not fair.gives_way(heavy, 1, 1, light, 1)
+
+
+def test_no_more_slots_are_kept_than_there_are_beside_the_positions_of_a_step() -> None:
+    """An engine that could compute in a slot does not lose it to what is kept."""
+    for spare_slots, kept in ((0, 0), (1, 1), (2, 2), (9, 2)):
+        fair = FairShare(16, 1000, {}, spare_slots)
+        light, heavy = fair.enter("light"), fair.enter("heavy")
+        for number in range(4):
+            fair.keep(light, 1, now_ns=number)
+        assert not fair.may_admit(heavy, 1, free_slots=kept, free_blocks=1000)
+        assert fair.may_admit(heavy, 1, free_slots=kept + 1, free_blocks=1000)

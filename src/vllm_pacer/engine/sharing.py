@@ -70,7 +70,9 @@ class SharingScheduler(Scheduler):
         sharing = FairShare if pacing.fairness else FirstCome
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         weights = {user: float(weight) for user, weight in pacing.weights.items()}
-        self._fair = sharing(self.max_num_running_reqs, blocks, weights)
+        self._active_limit: int = self.max_num_active_reqs
+        slots = self.max_num_running_reqs
+        self._fair = sharing(slots, blocks, weights, slots - self._active_limit)
         self._holdings = Holdings(
             self._fair,
             self._pauses,
@@ -90,7 +92,6 @@ class SharingScheduler(Scheduler):
             self._holdings.give_back,
         )
         self._allocate_slots = self.kv_cache_manager.allocate_slots
-        self._active_limit: int = self.max_num_active_reqs
 
         # Of the current step, or the last one between two.
         self._now_ns = 0
