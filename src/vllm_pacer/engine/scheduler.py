@@ -22,6 +22,7 @@ is computed is decided in `SharingScheduler`.
 """
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 from vllm.logger import init_logger
@@ -39,6 +40,8 @@ from vllm_pacer.engine.sharing import SharingScheduler, is_mid_prefill
 from vllm_pacer.engine.snapshot import SnapshotWriter
 from vllm_pacer.limiter import Account
 from vllm_pacer.pauses import User
+
+_new_tokens = attrgetter("new_token_ids")
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
@@ -197,8 +200,14 @@ class PacedScheduler(SharingScheduler):
         return output
 
     def _hide_paused(self, now_ns: int) -> None:
+        if self._watched:
+            self._reserve_prefill_lookahead = self._reserve_within_quota
+            self._is_guarding = True
         pauses = self._pauses
         running = self.running
+        is_contended = pauses or len(self.waiting) or len(running) > self._active_limit
+        if not (is_contended or self._spent or self._prefills):
+            return  # most steps have nothing to decide
         if pauses:
             running = running[: len(running) - len(pauses)]
         if self._spent:
@@ -214,9 +223,6 @@ class PacedScheduler(SharingScheduler):
             self._bound_admission()
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
             self._is_hiding = True
-        if self._watched:
-            self._reserve_prefill_lookahead = self._reserve_within_quota
-            self._is_guarding = True
         self.running = running
 
     def _bound_admission(self) -> None:
@@ -384,8 +390,7 @@ class PacedScheduler(SharingScheduler):
             # No request emits more than it was charged, so equal sums mean equal parts.
             emitted_tokens = 0
             for client_outputs in outputs.values():
-                for each in client_outputs.outputs:
-                    emitted_tokens += len(each.new_token_ids)
+                emitted_tokens += sum(map(len, map(_new_tokens, client_outputs.outputs)))
             if emitted_tokens == step.tokens:
                 self._ledger.close(step)
             else:

@@ -105,7 +105,7 @@ class WaitingQueue(RequestQueue):
 
     def __bool__(self) -> bool:
         """Return whether something may be admitted now."""
-        return self._find_offer() is not None
+        return bool(self._lines) and self._find_offer() is not None
 
     def __len__(self) -> int:
         """Return the number of all waiting requests."""
@@ -185,7 +185,7 @@ class WaitingQueue(RequestQueue):
         """Forget what was found out in the last step, and look again at those whose time came."""
         self._turns = None
         self._offer = None
-        while self._parked.pop_due(now_ns) is not None:
+        while self._parked and self._parked.pop_due(now_ns) is not None:
             pass
 
     def park(self, user: User[Request], until_ns: int) -> None:
@@ -261,7 +261,7 @@ class WaitingQueue(RequestQueue):
         return [self._turn(line) for user, line in self._lines.items() if user not in parked]
 
     def _find_offer(self) -> tuple[Line, Request] | None:
-        if self._offer is not None or not self._lines:
+        if self._offer is not None:
             return self._offer
         turns = self._turns
         if turns is None:
