@@ -12,7 +12,6 @@ min(best user's got - own got, |asked - got|) / 60.
 """
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -174,7 +173,3 @@ def measure() -> dict[str, Any]:
             }
         )
     return {"step_ms": STEP_NS / 1e6, "residents": RESIDENTS, "active": ACTIVE, "replays": rows}
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))

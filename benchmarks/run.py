@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tests" / "e2e"), str(HERE.parent / "tools")]  # for `served`
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 BENCHMARKS = ("step_cost", "serving", "isolation", "replay")

@@ -6,7 +6,6 @@ only ever makes a run slower, so the best runs are what can be compared.
 
 import asyncio
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -16,12 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "e2e"), str(ROOT / "tools")]
-
-from served.client import Client, arrivals_of  # noqa: E402
-from served.server import API_SERVER, LANES, Server, launched, wait_until_ready  # noqa: E402
+from served.client import Client, arrivals_of
+from served.server import API_SERVER, LANES, Server, launched, wait_until_ready
 
 VERSION = "0.32.0"
 RUNS = 24
@@ -142,7 +137,3 @@ def measure() -> dict[str, Any]:
         "rates": [row for lane in LANES for row in rates(lane)],
         "throughput": [throughput(lane) for lane in LANES],
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))

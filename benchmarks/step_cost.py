@@ -8,7 +8,6 @@ ready-made result.
 """
 
 import gc
-import json
 import multiprocessing
 from collections import deque
 from collections.abc import Iterator
@@ -206,7 +205,3 @@ def measure() -> dict:
         "flooded": [flooded_cost(10_000, 1_000, 10)],
         "absent": [absent_users_cost(1_000_000)],
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))
