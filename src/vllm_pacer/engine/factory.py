@@ -27,12 +27,13 @@ class PacedSchedulerFactory:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Build the scheduler that fits the engine's configuration, in the engine's process."""
         # Imported here, since only the engine's process needs vLLM's schedulers.
-        from vllm_pacer.engine.idle import install_idle_wait
-        from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
-        from vllm_pacer.engine.seams import check_scheduler_attributes, check_seams
+        from vllm_pacer.engine.seams import check_scheduler_attributes, check_seams, vllm_imports
         from vllm_pacer.engine.snapshot import SnapshotWriter
 
         check_seams()
+        with vllm_imports():
+            from vllm_pacer.engine.idle import install_idle_wait
+            from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
         is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
         scheduler_cls = PacedAsyncScheduler if is_async else PacedScheduler
         snapshot = SnapshotWriter(self.snapshot_path) if self.snapshot_path else None

@@ -16,10 +16,16 @@ from vllm.logger import init_logger
 
 from vllm_pacer.config import ConfigError, PacerConfig, config_from_flags, format_rate
 from vllm_pacer.engine.factory import PacedSchedulerFactory
-from vllm_pacer.engine.frontend import install_frontend
 from vllm_pacer.engine.patches import wrap
 from vllm_pacer.engine.refusals import is_limitable, refuse_unsupported
-from vllm_pacer.engine.seams import check_seams
+from vllm_pacer.engine.seams import (
+    FLAG_SEAMS,
+    SeamError,
+    check_names,
+    check_seams,
+    check_version,
+    vllm_imports,
+)
 from vllm_pacer.engine.snapshot import create_snapshot_file
 from vllm_pacer.quota import ANONYMOUS_USER
 
@@ -34,7 +40,12 @@ _ENVIRONMENT = "VLLM_PACER_SERVER"
 
 
 def install_flags() -> None:
-    """Add the flags to vLLM's argument parser."""
+    """Add the flags to vLLM's argument parser.
+
+    Raises:
+        SeamError: This vLLM cannot have them.
+    """
+    check_names(FLAG_SEAMS)
     wrap(EngineArgs, "add_cli_args", _add_flags)
     wrap(EngineArgs, "from_cli_args", _engine_args_with_limits)
     if _inherited_snapshot():
@@ -91,6 +102,12 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
 
 def _checked(text: str, *flags: str | None) -> str:
     try:
+        # Here too, and not only when the engine is built: who asks for limits has to be refused
+        # even if this vLLM does not come past what is wrapped for that.
+        check_version()
+    except SeamError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    try:
         config_from_flags(*flags)
     except ConfigError as error:
         message = str(error).partition(": ")[2] or str(error)
@@ -109,6 +126,7 @@ def _engine_args_with_limits(
     engine_args = from_cli_args(cls, args)
     pacing = _pacing_of(args)
     if pacing is not None:
+        check_seams()
         snapshot_path = _inherited_snapshot() or create_snapshot_file()
         limit_engine_args(engine_args, PacedSchedulerFactory(pacing, snapshot_path))
     return engine_args
@@ -121,9 +139,9 @@ def _engine_config_with_limits(
     if not isinstance(factory, PacedSchedulerFactory):
         config = create_engine_config(engine_args, *args, **kw)
         if (snapshot_path := _inherited_snapshot()) and is_limitable(config):
-            install_frontend(snapshot_path)
+            _frontend_installer()(snapshot_path)
         return config
-    check_seams()
+    install_frontend = _frontend_installer()
     engine_args.scheduler_cls = None
     try:
         config = create_engine_config(engine_args, *args, **kw)
@@ -138,6 +156,14 @@ def _engine_config_with_limits(
     else:
         logger.info("vllm-pacer: a pooling model generates no tokens; nothing is limited.")
     return config
+
+
+def _frontend_installer() -> Callable[[Path | None], None]:
+    check_seams()
+    # Imported here, so that a name that it misses is in nobody's way who wants no limits.
+    with vllm_imports():
+        from vllm_pacer.engine.frontend import install_frontend
+    return install_frontend
 
 
 def _bequeath_snapshot(snapshot_path: Path | None) -> None:
