@@ -3,6 +3,7 @@
 Configurations are vLLM's own, made by `EngineArgs.create_engine_config` on a small model.
 """
 
+import argparse
 import copy
 import inspect
 import pickle
@@ -112,6 +113,42 @@ def test_an_engine_without_limits_beside_one_with_limits_is_stock() -> None:
     """Arguments without limits make vLLM's own configuration, also once limits are installed."""
     limited_config()
     assert engine_args().create_engine_config().scheduler_config.scheduler_cls is None
+
+
+# --- flags --------------------------------------------------------------------------------------
+
+DEFAULT_FLAG = "--default-user-output-tokens-per-second"
+USERS_FLAG = "--user-output-tokens-per-second"
+FILE_FLAG = "--user-output-rate-config"
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    """Return what vLLM's parser, with our flags, makes of these words."""
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return parser.parse_args(["--model", engine_args().model, *words])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        (DEFAULT_FLAG, "0", "default: got 0; write a number from"),
+        (DEFAULT_FLAG, "x: y", "got 'x: y', which is not valid JSON: Expecting value"),
+        (USERS_FLAG, '{"": 1}', "users: a user's name must not be empty"),
+        (USERS_FLAG, '{"a: b": 0}', "users.a: b: got 0; write a number from"),
+        (FILE_FLAG, "{folder}/a: b.yaml", "{folder}/a: b.yaml: unknown key 'x: y'; the keys are"),
+        (FILE_FLAG, "{folder}/no: file", "cannot read '{folder}/no: file': No such file"),
+    ],
+)
+def test_the_parser_shows_the_whole_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    """The flag is named once, and nothing of what was wrong is lost, whatever has a colon."""
+    (tmp_path / "a: b.yaml").write_text("'x: y': 1\n")
+    with pytest.raises(SystemExit):
+        parsed(flag, value.replace("{folder}", str(tmp_path)))
+    printed = capsys.readouterr().err
+    assert f"error: argument {flag}: {message.replace('{folder}', str(tmp_path))}" in printed
 
 
 # --- carrying the limits ------------------------------------------------------------------------

@@ -78,21 +78,21 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
     )
     group.add_argument(
         f"--{_DEFAULT.replace('_', '-')}",
-        type=lambda text: _checked(text, text, None, None),
+        type=lambda text: _checked(_DEFAULT, text, text, None, None),
         metavar="N",
         help="Output tokens per second of every user that is not named, or null for no limit. "
         "Switches the limits on.",
     )
     group.add_argument(
         f"--{_USERS.replace('_', '-')}",
-        type=lambda text: _checked(text, "null", text, None),
+        type=lambda text: _checked(_USERS, text, "null", text, None),
         metavar="JSON",
         help="Output tokens per second by user, for example "
         '\'{"user-a": 100, "user-b": 500, "user-c": null}\'.',
     )
     group.add_argument(
         f"--{_FILE.replace('_', '-')}",
-        type=lambda text: _checked(text, None, None, text),
+        type=lambda text: _checked(_FILE, text, None, None, text),
         metavar="FILE",
         help="The same from a YAML or JSON file with the keys default, users, burst (seconds), "
         "weights and fairness.",
@@ -100,7 +100,7 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
     return parser
 
 
-def _checked(text: str, *flags: str | None) -> str:
+def _checked(name: str, text: str, *flags: str | None) -> str:
     try:
         # Here too, and not only when the engine is built: who asks for limits has to be refused
         # even if this vLLM does not come past what is wrapped for that.
@@ -110,7 +110,8 @@ def _checked(text: str, *flags: str | None) -> str:
     try:
         config_from_flags(*flags)
     except ConfigError as error:
-        message = str(error).partition(": ")[2] or str(error)
+        # The parser puts the flag before the message.
+        message = str(error).removeprefix(f"--{name.replace('_', '-')}: ")
         raise argparse.ArgumentTypeError(message) from None
     return text
 
