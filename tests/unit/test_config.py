@@ -24,6 +24,7 @@ from vllm_pacer.quota import DEFAULT_BURST_NS, Quota
 DEFAULT_FLAG = "--default-user-output-tokens-per-second"
 USERS_FLAG = "--user-output-tokens-per-second"
 ALLOWED_RATES = "write a number from 0.001 to 1,000,000,000 (tokens per second), or null"
+ALLOWED_IN_PYTHON = ALLOWED_RATES.replace("null", "None")
 ALLOWED_BURSTS = "write a number of seconds from 0 to 3600"
 ALLOWED_KEYS = "write a mapping with the keys default, users, burst, weights, fairness"
 
@@ -114,8 +115,33 @@ def test_bad_rate_from_python(value: object) -> None:
     """Whatever Python passes for a rate, the answer is `ConfigError` with what is allowed."""
     message = message_of(make_config, {"default": value}, "llm_kwargs")
     assert message.startswith("llm_kwargs: default: got ")
-    assert ALLOWED_RATES in message
+    assert ALLOWED_IN_PYTHON in message
     assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_python", "in_text"),
+    [
+        ({"default": "x"}, "or None for no limit", "or null for no limit"),
+        ({"default": 1, "users": {"a": 0}}, "or None for no limit", "or null for no limit"),
+        ({"default": 1, "users": []}, '"user-b": None}', '"user-b": null}'),
+        ({"users": {}}, "or None for no limit", "or null for no limit"),
+        ({"default": 1, "fairness": 2}, "write True or False", "write on or off"),
+    ],
+)
+def test_hints_are_in_the_language_of_the_settings(
+    settings: dict[str, object], in_python: str, in_text: str, write
+) -> None:
+    """What a message says to write can be written where the setting was: Python, or a file."""
+    with pytest.raises(ValidationError) as caught:
+        PacerConfig(**settings)
+    for message in (str(caught.value), message_of(make_config, settings, "llm_kwargs")):
+        assert in_python in message
+        assert in_text not in message
+    for suffix in (".json", ".yaml"):
+        message = message_of(config_from_file, write(json.dumps(settings), suffix))
+        assert in_text in message
+        assert in_python not in message
 
 
 def test_all_bad_rates_are_named_at_once() -> None:
