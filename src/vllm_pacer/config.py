@@ -6,6 +6,7 @@ Every error says what was given, what is allowed and what to write instead.
 import difflib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -25,6 +26,8 @@ from pydantic import (
 from vllm_pacer.quota import Quota, Quotas
 
 MAX_USER_NAME_LENGTH = 256
+_NOT_IN_NAMES = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode's categories of control characters, surrogates, line and paragraph separators."""
 MIN_RATE = Fraction(1, 1000)
 MAX_RATE = Fraction(1_000_000_000)
 MAX_BURST_SECONDS = Fraction(3600)
@@ -53,7 +56,8 @@ def check_user_name(name: object) -> str:
     """Return the name if it can name a user.
 
     Raises:
-        ValueError: It is not a string, is empty, or is longer than 256 characters.
+        ValueError: It is not a string, is empty, is longer than 256 characters, or has a character
+            that would break a line of the log or cannot be encoded.
     """
     if not isinstance(name, str):
         raise ValueError(f"must be a string, got {name!r}; write it in quotes")
@@ -61,6 +65,13 @@ def check_user_name(name: object) -> str:
         raise ValueError("must not be empty")
     if len(name) > MAX_USER_NAME_LENGTH:
         raise ValueError(f"must have at most {MAX_USER_NAME_LENGTH} characters, got {len(name)}")
+    if not name.isprintable():
+        for character in name:
+            if unicodedata.category(character) in _NOT_IN_NAMES:
+                raise ValueError(
+                    f"must not contain {character!r}, got {_shown(name)}; leave out control "
+                    "characters, line breaks and lone surrogates"
+                )
     return name
 
 

@@ -248,6 +248,15 @@ def test_good_flags(write) -> None:
         (b"a", "must be a string, got b'a'; write it in quotes"),
         ("", "must not be empty"),
         ("x" * 257, "must have at most 256 characters, got 257"),
+        ("a\nb", r"must not contain '\n', got 'a\nb'; leave out control characters, line breaks"),
+        ("\x00", r"must not contain '\x00', got '\x00'; leave out control"),
+        ("a\x1b[2J", r"must not contain '\x1b', got 'a\x1b[2J'; leave out control"),
+        ("a\x7f", r"must not contain '\x7f', got"),
+        ("a\x85", r"must not contain '\x85', got"),
+        ("a\u2028", r"must not contain '\u2028', got"),
+        ("a\u2029", r"must not contain '\u2029', got"),
+        ("a\ud800", r"must not contain '\ud800', got 'a\ud800'; leave out control"),
+        ("\udfff" * 256, r"must not contain '\udfff', got '\udfff\udfff"),
     ],
 )
 def test_bad_user_names(name: object, reason: str) -> None:
@@ -255,12 +264,19 @@ def test_bad_user_names(name: object, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         check_user_name(name)
     message = message_of(make_config, {"default": 1, "users": {name: 1}}, "file")
-    assert message == f"file: users: a user's name {reason}"
+    assert message.startswith(f"file: users: a user's name {reason}")
+    assert message.isprintable()
+    assert len(message) < 300
+    assert message_of(make_config, {"default": 1, "weights": {name: 1}}, "file").startswith(
+        f"file: weights: a user's name {reason}"
+    )
 
 
-@pytest.mark.parametrize("name", ["a", "x" * 256, "Zoë 🚀", "a.b", "1", "__anonymous__", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["a", "x" * 256, "Zoë 🚀", "👩\u200d💻", "a\u00a0b", "a.b", "1", "__anonymous__"]
+)
 def test_good_user_names(name: str) -> None:
-    """Every text of 1 to 256 characters names a user."""
+    """Every text of 1 to 256 characters that a line of a log can show names a user."""
     assert check_user_name(name) == name
     assert config_from_flags("1", json.dumps({name: 2}), None).users == {name: 2}
 
