@@ -6,9 +6,11 @@ Configurations are vLLM's own, made by `EngineArgs.create_engine_config` on a sm
 import argparse
 import copy
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_pacer
-from vllm_pacer import llm_kwargs
+from vllm_pacer import PacerConfig, llm_kwargs
 from vllm_pacer.config import ConfigError, make_config
 from vllm_pacer.engine.factory import PacedSchedulerFactory
 from vllm_pacer.engine.flags import limit_engine_args
@@ -149,6 +151,47 @@ def test_the_parser_shows_the_whole_message(
         parsed(flag, value.replace("{folder}", str(tmp_path)))
     printed = capsys.readouterr().err
     assert f"error: argument {flag}: {message.replace('{folder}', str(tmp_path))}" in printed
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [lambda args: args, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))],
+    ids=["same", "deepcopy", "pickle"],
+)
+def test_the_file_is_read_once(
+    tmp_path: Path, duplicate: Callable[[argparse.Namespace], argparse.Namespace]
+) -> None:
+    """Limits may come from a pipe, and are those that the parser has checked."""
+    pipe = tmp_path / "limits"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=("default: 7\n",))
+    writer.start()
+    args = parsed(FILE_FLAG, str(pipe))
+    writer.join()
+    assert args.user_output_rate_config == str(pipe)
+    pipe.unlink()
+    for _ in range(2):
+        scheduler_cls = EngineArgs.from_cli_args(duplicate(args)).scheduler_cls
+        assert scheduler_cls.pacing == PacerConfig(default=7)
+
+
+def test_a_path_that_no_parser_has_seen_is_read(tmp_path: Path) -> None:
+    """Arguments that a program has put together itself name the file as a plain text."""
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: 7\n")
+    args = parsed()
+    args.user_output_rate_config = str(limits)
+    scheduler_cls = EngineArgs.from_cli_args(args).scheduler_cls
+    assert scheduler_cls.pacing == PacerConfig(default=7)
+
+
+def test_a_file_beside_a_flag_is_refused(tmp_path: Path) -> None:
+    """Each may be fine by itself; together they are refused when the arguments are used."""
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: 7\n")
+    args = parsed(FILE_FLAG, str(limits), DEFAULT_FLAG, "1")
+    with pytest.raises(ConfigError, match="cannot be combined"):
+        EngineArgs.from_cli_args(args)
 
 
 # --- carrying the limits ------------------------------------------------------------------------

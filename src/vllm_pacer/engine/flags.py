@@ -100,6 +100,16 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
     return parser
 
 
+class _CheckedText(str):
+    """The text of a flag, with the limits that it gives.
+
+    They are kept because the file cannot be read again if it is a pipe, and might say something
+    else if it can.
+    """
+
+    pacing: PacerConfig
+
+
 def _checked(name: str, text: str, *flags: str | None) -> str:
     try:
         # Here too, and not only when the engine is built: who asks for limits has to be refused
@@ -107,18 +117,25 @@ def _checked(name: str, text: str, *flags: str | None) -> str:
         check_version()
     except SeamError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    checked = _CheckedText(text)
     try:
-        config_from_flags(*flags)
+        checked.pacing = config_from_flags(*flags)
     except ConfigError as error:
         # The parser puts the flag before the message.
         message = str(error).removeprefix(f"--{name.replace('_', '-')}: ")
         raise argparse.ArgumentTypeError(message) from None
-    return text
+    return checked
 
 
 def _pacing_of(args: argparse.Namespace) -> PacerConfig | None:
-    values = [getattr(args, name, None) for name in (_DEFAULT, _USERS, _FILE)]
-    return None if values == [None] * 3 else config_from_flags(*values)
+    default, users, file = values = [
+        getattr(args, name, None) for name in (_DEFAULT, _USERS, _FILE)
+    ]
+    if values == [None] * 3:
+        return None
+    if isinstance(file, _CheckedText) and default is None and users is None:
+        return file.pacing
+    return config_from_flags(default, users, file)
 
 
 def _engine_args_with_limits(
