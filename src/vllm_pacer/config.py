@@ -31,6 +31,8 @@ _NOT_IN_NAMES = ("Cc", "Cs", "Zl", "Zp")
 MIN_RATE = Fraction(1, 1000)
 MAX_RATE = Fraction(1_000_000_000)
 MAX_BURST_SECONDS = Fraction(3600)
+SHORTEST_STEP_SECONDS = Fraction(1, 1000)
+"""No engine is faster, so with a shorter burst quota expires in every step."""
 MIN_WEIGHT = Fraction(1, 1000)
 MAX_WEIGHT = Fraction(1000)
 
@@ -209,6 +211,22 @@ class PacerConfig(BaseModel):
         if not self.fairness:
             parts.append("fairness off")
         return ", ".join(parts)
+
+    def warnings(self) -> list[str]:
+        """Return what can be used but hardly be meant, in a sentence each."""
+        found = []
+        if self.weights and not self.fairness:
+            found.append(
+                "weights have no effect while fairness is off; leave them out, or switch it on"
+            )
+        is_limited = any(rate is not None for rate in (self.default, *self.users.values()))
+        if is_limited and self.burst < SHORTEST_STEP_SECONDS:
+            found.append(
+                f"a burst of {float(self.burst):g} s is shorter than any step: quota that is not "
+                "used within it expires, so users stay below their limits; write more seconds "
+                "than the longest usual step takes"
+            )
+        return found
 
 
 def format_rate(rate: Fraction | None) -> str:

@@ -498,6 +498,37 @@ def test_sharing(written: str, is_on: bool, tmp_path: Path) -> None:
     assert ("fairness off" in config.describe()) is not is_on
 
 
+NO_WEIGHTS = "weights have no effect while fairness is off"
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        ({"default": 1}, []),
+        ({"default": 1, "weights": {"a": 2}}, []),
+        ({"default": 1, "fairness": False}, []),
+        ({"default": 1, "weights": {"a": 2}, "fairness": False}, [NO_WEIGHTS]),
+        ({"default": 1, "burst": 0.001}, []),
+        ({"default": 1, "burst": 0.0009}, ["a burst of 0.0009 s is shorter than any step"]),
+        ({"default": 1, "burst": 0}, ["a burst of 0 s is shorter than any step"]),
+        ({"default": None, "burst": 0}, []),
+        ({"default": None, "burst": 0, "users": {"a": None}}, []),
+        ({"default": None, "burst": 0, "users": {"a": 1}}, ["a burst of 0 s is shorter"]),
+        (
+            {"default": 1, "burst": 0, "weights": {"a": 2}, "fairness": False},
+            [NO_WEIGHTS, "a burst of 0 s"],
+        ),
+    ],
+)
+def test_warnings(settings: dict[str, object], starts: list[str]) -> None:
+    """Settings that have no effect, or not the one that is meant, are named; no others are."""
+    warnings = PacerConfig(**settings).warnings()
+    assert len(warnings) == len(starts)
+    for warning, start in zip(warnings, starts, strict=True):
+        assert warning.startswith(start)
+        assert "; " in warning  # and what to write instead
+
+
 @pytest.mark.parametrize(
     "text",
     [

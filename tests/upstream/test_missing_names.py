@@ -87,6 +87,7 @@ def log(
     logger = logging.getLogger("vllm")
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, logger="vllm")
     return caplog
 
 

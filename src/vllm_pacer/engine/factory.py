@@ -6,10 +6,13 @@ the asynchronous scheduler, which is not settled before; and since `scheduler_cl
 vLLM's configuration hash, a change of limits does not invalidate compiled graphs.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from vllm_pacer.config import PacerConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
 
 class PacedSchedulerFactory:
@@ -41,6 +44,8 @@ class PacedSchedulerFactory:
         check_scheduler_attributes(scheduler)
         install_idle_wait()
         scheduler.log_limits()
+        for warning in self.pacing.warnings():
+            logger.warning("vllm-pacer: %s.", warning)
         return scheduler
 
     def __str__(self) -> str:
