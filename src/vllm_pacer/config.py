@@ -295,7 +295,7 @@ def config_from_file(file: str | Path) -> PacerConfig:
     except (OSError, ValueError) as error:  # not UTF-8, or a path that cannot be one
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"--user-output-rate-config: cannot read {str(file)!r}: {reason}; "
+            f"cannot read {str(file)!r}: {reason}; "
             "give the path of a YAML or JSON file that the server may read"
         ) from None
     if str(file).endswith(".json"):

@@ -375,7 +375,7 @@ def test_the_message_about_a_large_broken_file_is_short(write) -> None:
 def test_unusable_path(path: str) -> None:
     """A path that cannot be read is named, with what to give instead."""
     message = message_of(config_from_file, path)
-    assert message.startswith(f"--user-output-rate-config: cannot read {path!r}: ")
+    assert message.startswith(f"cannot read {path!r}: ")
     assert "give the path of a YAML or JSON file that the server may read" in message
 
 

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from vllm_pacer import ConfigError, OutputRateLimiter, PacerConfig, Quota, llm_kwargs
+from vllm_pacer.__main__ import main
 from vllm_pacer.config import (
     MAX_BURST_SECONDS,
     MAX_RATE,
@@ -282,6 +283,20 @@ def test_the_same_limits_are_shown_as_flags_as_yaml_and_as_json(tmp_path: Path) 
     by_flags = config_from_flags(*flag_values(shlex.split(command.replace("\\\n", " "))))
     assert by_flags == config_from_file(tmp_path / "limits.yaml")
     assert by_flags == config_from_file(tmp_path / "limits.json")
+
+
+def test_what_check_prints_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The meaning shown below the first file is what the command prints of it."""
+    page = text_of("docs/configuration.md")
+    example = re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = re.search(r"<!-- check -->\n```text\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    assert shown is not None
+    (tmp_path / "limits.yaml").write_text(example[1], encoding="utf-8")
+    assert main(["check", str(tmp_path / "limits.yaml")]) == 0
+    assert capsys.readouterr().out == shown[1]
 
 
 def test_the_field_shown_is_the_field_read() -> None:
