@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -403,6 +404,27 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings}
             assert anchor in slugs, target
+
+
+def test_links_of_the_package_page_lead_into_the_repository() -> None:
+    """Links in the packaged README are absolute; they and the project's own lead to real files."""
+    metadata = tomllib.loads(text_of("pyproject.toml"))
+    page = text_of("README.md")
+    for each in metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
+        page = re.sub(each["pattern"], each["replacement"], page)
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", text_of("README.md")))
+    assert all(link.startswith("https://") for link in links)
+    home = metadata["project"]["urls"]["Homepage"]
+    raw = home.replace("github.com", "raw.githubusercontent.com")
+    assert any(link.startswith(f"{raw}/main/") for link in links)
+    for link in (*links, *metadata["project"]["urls"].values()):
+        for start in (f"{home}/blob/main/", f"{raw}/main/"):
+            if link.startswith(start):
+                assert (ROOT / link.removeprefix(start).partition("#")[0]).is_file(), link
+    assert "(docs/" not in page
 
 
 def test_every_page_is_in_the_navigation() -> None:
