@@ -39,10 +39,11 @@ def llm_kwargs(
 
     Raises:
         ConfigError: A value cannot be used.
+        SeamError: The installed vLLM is not supported.
     """
     from vllm_pacer.config import make_config
     from vllm_pacer.engine.factory import PacedSchedulerFactory
-    from vllm_pacer.engine.flags import install_engine_config
+    from vllm_pacer.engine.seams import check_seams, vllm_imports
 
     settings = {
         "default": default,
@@ -52,5 +53,8 @@ def llm_kwargs(
         "fairness": fairness,
     }
     pacing = make_config(settings, "llm_kwargs")
+    check_seams()
+    with vllm_imports():
+        from vllm_pacer.engine.flags import install_engine_config
     install_engine_config()
     return {"scheduler_cls": PacedSchedulerFactory(pacing)}

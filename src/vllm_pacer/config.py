@@ -6,6 +6,7 @@ Every error says what was given, what is allowed and what to write instead.
 import difflib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -13,14 +14,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from vllm_pacer.quota import Quota, Quotas
 
 MAX_USER_NAME_LENGTH = 256
+_NOT_IN_NAMES = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode's categories of control characters, surrogates, line and paragraph separators."""
 MIN_RATE = Fraction(1, 1000)
 MAX_RATE = Fraction(1_000_000_000)
 MAX_BURST_SECONDS = Fraction(3600)
+SHORTEST_STEP_SECONDS = Fraction(1, 1000)
+"""No engine is faster, so with a shorter burst quota expires in every step."""
 MIN_WEIGHT = Fraction(1, 1000)
 MAX_WEIGHT = Fraction(1000)
 
@@ -28,6 +40,10 @@ _RATE_HELP = (
     f"write a number from {float(MIN_RATE):g} to {int(MAX_RATE):,} (tokens per second), "
     "or null for no limit"
 )
+_IN_PYTHON = {"null": "None", "on or off": "True or False"}
+"""What is written in Python for what is written in a flag or a file."""
+_AS_TEXT = "text"
+"""The context in which settings from a flag or a file are validated; without it, from Python."""
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,29})(\.\d{1,30})?([eE][-+]?\d{1,2})?")
 """A number of JSON's form and of a size that can be meant: 1e-999999999 as an exact fraction would
@@ -42,7 +58,8 @@ def check_user_name(name: object) -> str:
     """Return the name if it can name a user.
 
     Raises:
-        ValueError: It is not a string, is empty, or is longer than 256 characters.
+        ValueError: It is not a string, is empty, is longer than 256 characters, or has a character
+            that would break a line of the log or cannot be encoded.
     """
     if not isinstance(name, str):
         raise ValueError(f"must be a string, got {name!r}; write it in quotes")
@@ -50,6 +67,13 @@ def check_user_name(name: object) -> str:
         raise ValueError("must not be empty")
     if len(name) > MAX_USER_NAME_LENGTH:
         raise ValueError(f"must have at most {MAX_USER_NAME_LENGTH} characters, got {len(name)}")
+    if not name.isprintable():
+        for character in name:
+            if unicodedata.category(character) in _NOT_IN_NAMES:
+                raise ValueError(
+                    f"must not contain {character!r}, got {_shown(name)}; leave out control "
+                    "characters, line breaks and lone surrogates"
+                )
     return name
 
 
@@ -73,10 +97,18 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _rate(value: object) -> Fraction | None:
+def _hint(text: str, info: ValidationInfo) -> str:
+    """Return a hint in the words of the place where the settings were written."""
+    if info.context != _AS_TEXT:
+        for written, in_python in _IN_PYTHON.items():
+            text = text.replace(written, in_python)
+    return text
+
+
+def _rate(value: object, info: ValidationInfo) -> Fraction | None:
     if value is None:
         return None
-    return _exact_number(value, MIN_RATE, MAX_RATE, _RATE_HELP)
+    return _exact_number(value, MIN_RATE, MAX_RATE, _hint(_RATE_HELP, info))
 
 
 def _burst(value: object) -> Fraction:
@@ -89,15 +121,16 @@ def _weight(value: object) -> Fraction:
     return _exact_number(value, MIN_WEIGHT, MAX_WEIGHT, help_text)
 
 
-def _fairness(value: object) -> bool:
+def _fairness(value: object, info: ValidationInfo) -> bool:
     on_or_off = {"on": True, "off": False}.get(value) if isinstance(value, str) else value
     if not isinstance(on_or_off, bool):
-        raise ValueError(f"got {_shown(value)}; write on or off")
+        raise ValueError(f"got {_shown(value)}; {_hint('write on or off', info)}")
     return on_or_off
 
 
-def _users(value: object) -> dict[str, object]:
-    return _by_user(value, 'tokens per second, for example {"user-a": 100, "user-b": null}')
+def _users(value: object, info: ValidationInfo) -> dict[str, object]:
+    help_text = 'tokens per second, for example {"user-a": 100, "user-b": null}'
+    return _by_user(value, _hint(help_text, info))
 
 
 def _weights(value: object) -> dict[str, object]:
@@ -141,7 +174,7 @@ class PacerConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_keys(cls, data: Any) -> Any:
+    def _check_keys(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, Mapping):
             given = "nothing" if data is None else _shown(data)
             raise ValueError(f"got {given}; write a mapping with the keys {_known_keys()}")
@@ -149,10 +182,8 @@ class PacerConfig(BaseModel):
             if key not in cls.model_fields:
                 raise ValueError(_unknown_key(key))
         if "default" not in data:
-            raise ValueError(
-                "no default is given; add one for the users that are not named, "
-                "or null for no limit"
-            )
+            help_text = "add one for the users that are not named, or null for no limit"
+            raise ValueError(f"no default is given; {_hint(help_text, info)}")
         return data
 
     def quotas(self) -> Quotas:
@@ -181,6 +212,22 @@ class PacerConfig(BaseModel):
             parts.append("fairness off")
         return ", ".join(parts)
 
+    def warnings(self) -> list[str]:
+        """Return what can be used but hardly be meant, in a sentence each."""
+        found = []
+        if self.weights and not self.fairness:
+            found.append(
+                "weights have no effect while fairness is off; leave them out, or switch it on"
+            )
+        is_limited = any(rate is not None for rate in (self.default, *self.users.values()))
+        if is_limited and self.burst < SHORTEST_STEP_SECONDS:
+            found.append(
+                f"a burst of {float(self.burst):g} s is shorter than any step: quota that is not "
+                "used within it expires, so users stay below their limits; write more seconds "
+                "than the longest usual step takes"
+            )
+        return found
+
 
 def format_rate(rate: Fraction | None) -> str:
     """Return a rate as text: `100 tokens/s` or `no limit`."""
@@ -188,17 +235,21 @@ def format_rate(rate: Fraction | None) -> str:
 
 
 def make_config(data: object, source: str) -> PacerConfig:
-    """Validate settings.
+    """Validate settings from Python.
 
     Args:
-        data: The settings as read: a mapping with the keys of `PacerConfig`.
+        data: The settings: a mapping with the keys of `PacerConfig`.
         source: Where they come from, for the error message.
 
     Raises:
         ConfigError: A setting cannot be used.
     """
+    return _validated(data, source, None)
+
+
+def _validated(data: object, source: str, context: str | None) -> PacerConfig:
     try:
-        return PacerConfig.model_validate(data)
+        return PacerConfig.model_validate(data, context=context)
     except ValidationError as error:
         raise ConfigError(_explain(error, source)) from None
 
@@ -225,12 +276,12 @@ def config_from_flags(default: str | None, users: str | None, file: str | None) 
     flag = "--default-user-output-tokens-per-second"
     if default == "None":
         default = "null"  # what vLLM makes of a null in its own --config file
-    config = make_config({"default": _json(default, flag, _RATE_HELP)}, flag)
+    config = _validated({"default": _json(default, flag, _RATE_HELP)}, flag, _AS_TEXT)
     if users is None:
         return config
     flag = "--user-output-tokens-per-second"
     by_user = _json(users, flag, 'write for example \'{"user-a": 100, "user-b": null}\'')
-    return make_config({"default": config.default, "users": by_user}, flag)
+    return _validated({"default": config.default, "users": by_user}, flag, _AS_TEXT)
 
 
 def config_from_file(file: str | Path) -> PacerConfig:
@@ -244,14 +295,14 @@ def config_from_file(file: str | Path) -> PacerConfig:
     except (OSError, ValueError) as error:  # not UTF-8, or a path that cannot be one
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"--user-output-rate-config: cannot read {str(file)!r}: {reason}; "
+            f"cannot read {str(file)!r}: {reason}; "
             "give the path of a YAML or JSON file that the server may read"
         ) from None
     if str(file).endswith(".json"):
         data = _json(text, str(file), f"write a JSON object with the keys {_known_keys()}")
     else:
         data = _yaml(text, str(file))
-    return make_config(data, str(file))
+    return _validated(data, str(file), _AS_TEXT)
 
 
 def _json(text: str, source: str, help_text: str) -> Any:

@@ -45,7 +45,9 @@ def test_request_without_a_user_is_anonymous(roomy: Server) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    "user", [7, 0.5, "", "x" * 257, ["one-stream"]], ids=["int", "float", "empty", "long", "list"]
+    "user",
+    [7, 0.5, "", "x" * 257, ["one-stream"], "one\nstream", "\ud800"],
+    ids=["int", "float", "empty", "long", "list", "line break", "surrogate"],
 )
 def test_bad_user_is_refused(roomy: Server, route: str, user: object) -> None:
     """A user's name that is none gives HTTP 400 naming the field, and costs nothing."""

@@ -24,6 +24,7 @@ from vllm_pacer.quota import DEFAULT_BURST_NS, Quota
 DEFAULT_FLAG = "--default-user-output-tokens-per-second"
 USERS_FLAG = "--user-output-tokens-per-second"
 ALLOWED_RATES = "write a number from 0.001 to 1,000,000,000 (tokens per second), or null"
+ALLOWED_IN_PYTHON = ALLOWED_RATES.replace("null", "None")
 ALLOWED_BURSTS = "write a number of seconds from 0 to 3600"
 ALLOWED_KEYS = "write a mapping with the keys default, users, burst, weights, fairness"
 
@@ -114,8 +115,33 @@ def test_bad_rate_from_python(value: object) -> None:
     """Whatever Python passes for a rate, the answer is `ConfigError` with what is allowed."""
     message = message_of(make_config, {"default": value}, "llm_kwargs")
     assert message.startswith("llm_kwargs: default: got ")
-    assert ALLOWED_RATES in message
+    assert ALLOWED_IN_PYTHON in message
     assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_python", "in_text"),
+    [
+        ({"default": "x"}, "or None for no limit", "or null for no limit"),
+        ({"default": 1, "users": {"a": 0}}, "or None for no limit", "or null for no limit"),
+        ({"default": 1, "users": []}, '"user-b": None}', '"user-b": null}'),
+        ({"users": {}}, "or None for no limit", "or null for no limit"),
+        ({"default": 1, "fairness": 2}, "write True or False", "write on or off"),
+    ],
+)
+def test_hints_are_in_the_language_of_the_settings(
+    settings: dict[str, object], in_python: str, in_text: str, write
+) -> None:
+    """What a message says to write can be written where the setting was: Python, or a file."""
+    with pytest.raises(ValidationError) as caught:
+        PacerConfig(**settings)
+    for message in (str(caught.value), message_of(make_config, settings, "llm_kwargs")):
+        assert in_python in message
+        assert in_text not in message
+    for suffix in (".json", ".yaml"):
+        message = message_of(config_from_file, write(json.dumps(settings), suffix))
+        assert in_text in message
+        assert in_python not in message
 
 
 def test_all_bad_rates_are_named_at_once() -> None:
@@ -222,6 +248,15 @@ def test_good_flags(write) -> None:
         (b"a", "must be a string, got b'a'; write it in quotes"),
         ("", "must not be empty"),
         ("x" * 257, "must have at most 256 characters, got 257"),
+        ("a\nb", r"must not contain '\n', got 'a\nb'; leave out control characters, line breaks"),
+        ("\x00", r"must not contain '\x00', got '\x00'; leave out control"),
+        ("a\x1b[2J", r"must not contain '\x1b', got 'a\x1b[2J'; leave out control"),
+        ("a\x7f", r"must not contain '\x7f', got"),
+        ("a\x85", r"must not contain '\x85', got"),
+        ("a\u2028", r"must not contain '\u2028', got"),
+        ("a\u2029", r"must not contain '\u2029', got"),
+        ("a\ud800", r"must not contain '\ud800', got 'a\ud800'; leave out control"),
+        ("\udfff" * 256, r"must not contain '\udfff', got '\udfff\udfff"),
     ],
 )
 def test_bad_user_names(name: object, reason: str) -> None:
@@ -229,12 +264,19 @@ def test_bad_user_names(name: object, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         check_user_name(name)
     message = message_of(make_config, {"default": 1, "users": {name: 1}}, "file")
-    assert message == f"file: users: a user's name {reason}"
+    assert message.startswith(f"file: users: a user's name {reason}")
+    assert message.isprintable()
+    assert len(message) < 300
+    assert message_of(make_config, {"default": 1, "weights": {name: 1}}, "file").startswith(
+        f"file: weights: a user's name {reason}"
+    )
 
 
-@pytest.mark.parametrize("name", ["a", "x" * 256, "Zoë 🚀", "a.b", "1", "__anonymous__", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["a", "x" * 256, "Zoë 🚀", "👩\u200d💻", "a\u00a0b", "a.b", "1", "__anonymous__"]
+)
 def test_good_user_names(name: str) -> None:
-    """Every text of 1 to 256 characters names a user."""
+    """Every text of 1 to 256 characters that a line of a log can show names a user."""
     assert check_user_name(name) == name
     assert config_from_flags("1", json.dumps({name: 2}), None).users == {name: 2}
 
@@ -333,7 +375,7 @@ def test_the_message_about_a_large_broken_file_is_short(write) -> None:
 def test_unusable_path(path: str) -> None:
     """A path that cannot be read is named, with what to give instead."""
     message = message_of(config_from_file, path)
-    assert message.startswith(f"--user-output-rate-config: cannot read {path!r}: ")
+    assert message.startswith(f"cannot read {path!r}: ")
     assert "give the path of a YAML or JSON file that the server may read" in message
 
 
@@ -454,6 +496,37 @@ def test_sharing(written: str, is_on: bool, tmp_path: Path) -> None:
     assert config.fairness is is_on
     assert "2 weights" in config.describe()
     assert ("fairness off" in config.describe()) is not is_on
+
+
+NO_WEIGHTS = "weights have no effect while fairness is off"
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        ({"default": 1}, []),
+        ({"default": 1, "weights": {"a": 2}}, []),
+        ({"default": 1, "fairness": False}, []),
+        ({"default": 1, "weights": {"a": 2}, "fairness": False}, [NO_WEIGHTS]),
+        ({"default": 1, "burst": 0.001}, []),
+        ({"default": 1, "burst": 0.0009}, ["a burst of 0.0009 s is shorter than any step"]),
+        ({"default": 1, "burst": 0}, ["a burst of 0 s is shorter than any step"]),
+        ({"default": None, "burst": 0}, []),
+        ({"default": None, "burst": 0, "users": {"a": None}}, []),
+        ({"default": None, "burst": 0, "users": {"a": 1}}, ["a burst of 0 s is shorter"]),
+        (
+            {"default": 1, "burst": 0, "weights": {"a": 2}, "fairness": False},
+            [NO_WEIGHTS, "a burst of 0 s"],
+        ),
+    ],
+)
+def test_warnings(settings: dict[str, object], starts: list[str]) -> None:
+    """Settings that have no effect, or not the one that is meant, are named; no others are."""
+    warnings = PacerConfig(**settings).warnings()
+    assert len(warnings) == len(starts)
+    for warning, start in zip(warnings, starts, strict=True):
+        assert warning.startswith(start)
+        assert "; " in warning  # and what to write instead
 
 
 @pytest.mark.parametrize(

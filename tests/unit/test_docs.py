@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from vllm_pacer import ConfigError, OutputRateLimiter, PacerConfig, Quota, llm_kwargs
+from vllm_pacer.__main__ import main
 from vllm_pacer.config import (
     MAX_BURST_SECONDS,
     MAX_RATE,
@@ -284,6 +286,20 @@ def test_the_same_limits_are_shown_as_flags_as_yaml_and_as_json(tmp_path: Path) 
     assert by_flags == config_from_file(tmp_path / "limits.json")
 
 
+def test_what_check_prints_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The meaning shown below the first file is what the command prints of it."""
+    page = text_of("docs/configuration.md")
+    example = re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = re.search(r"<!-- check -->\n```text\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    assert shown is not None
+    (tmp_path / "limits.yaml").write_text(example[1], encoding="utf-8")
+    assert main(["check", str(tmp_path / "limits.yaml")]) == 0
+    assert capsys.readouterr().out == shown[1]
+
+
 def test_the_field_shown_is_the_field_read() -> None:
     """The name of the field that carries the user is the one in `engine/identity.py`."""
     tree = ast.parse((SOURCE / "engine/identity.py").read_text(encoding="utf-8"))
@@ -388,6 +404,27 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings}
             assert anchor in slugs, target
+
+
+def test_links_of_the_package_page_lead_into_the_repository() -> None:
+    """Links in the packaged README are absolute; they and the project's own lead to real files."""
+    metadata = tomllib.loads(text_of("pyproject.toml"))
+    page = text_of("README.md")
+    for each in metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
+        page = re.sub(each["pattern"], each["replacement"], page)
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", text_of("README.md")))
+    assert all(link.startswith("https://") for link in links)
+    home = metadata["project"]["urls"]["Homepage"]
+    raw = home.replace("github.com", "raw.githubusercontent.com")
+    assert any(link.startswith(f"{raw}/main/") for link in links)
+    for link in (*links, *metadata["project"]["urls"].values()):
+        for start in (f"{home}/blob/main/", f"{raw}/main/"):
+            if link.startswith(start):
+                assert (ROOT / link.removeprefix(start).partition("#")[0]).is_file(), link
+    assert "(docs/" not in page
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -22,6 +22,7 @@ ROOMS = (
     "wake_ups",
     "pauses",
     "config",
+    "__main__",
 )
 """The pure modules; each may import those before it."""
 

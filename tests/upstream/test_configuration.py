@@ -3,11 +3,14 @@
 Configurations are vLLM's own, made by `EngineArgs.create_engine_config` on a small model.
 """
 
+import argparse
 import copy
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_pacer
-from vllm_pacer import llm_kwargs
+from vllm_pacer import PacerConfig, llm_kwargs
 from vllm_pacer.config import ConfigError, make_config
 from vllm_pacer.engine.factory import PacedSchedulerFactory
 from vllm_pacer.engine.flags import limit_engine_args
@@ -112,6 +115,83 @@ def test_an_engine_without_limits_beside_one_with_limits_is_stock() -> None:
     """Arguments without limits make vLLM's own configuration, also once limits are installed."""
     limited_config()
     assert engine_args().create_engine_config().scheduler_config.scheduler_cls is None
+
+
+# --- flags --------------------------------------------------------------------------------------
+
+DEFAULT_FLAG = "--default-user-output-tokens-per-second"
+USERS_FLAG = "--user-output-tokens-per-second"
+FILE_FLAG = "--user-output-rate-config"
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    """Return what vLLM's parser, with our flags, makes of these words."""
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return parser.parse_args(["--model", engine_args().model, *words])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        (DEFAULT_FLAG, "0", "default: got 0; write a number from"),
+        (DEFAULT_FLAG, "x: y", "got 'x: y', which is not valid JSON: Expecting value"),
+        (USERS_FLAG, '{"": 1}', "users: a user's name must not be empty"),
+        (USERS_FLAG, '{"a: b": 0}', "users.a: b: got 0; write a number from"),
+        (FILE_FLAG, "{folder}/a: b.yaml", "{folder}/a: b.yaml: unknown key 'x: y'; the keys are"),
+        (FILE_FLAG, "{folder}/no: file", "cannot read '{folder}/no: file': No such file"),
+    ],
+)
+def test_the_parser_shows_the_whole_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    """The flag is named once, and nothing of what was wrong is lost, whatever has a colon."""
+    (tmp_path / "a: b.yaml").write_text("'x: y': 1\n")
+    with pytest.raises(SystemExit):
+        parsed(flag, value.replace("{folder}", str(tmp_path)))
+    printed = capsys.readouterr().err
+    assert f"error: argument {flag}: {message.replace('{folder}', str(tmp_path))}" in printed
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [lambda args: args, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))],
+    ids=["same", "deepcopy", "pickle"],
+)
+def test_the_file_is_read_once(
+    tmp_path: Path, duplicate: Callable[[argparse.Namespace], argparse.Namespace]
+) -> None:
+    """Limits may come from a pipe, and are those that the parser has checked."""
+    pipe = tmp_path / "limits"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=("default: 7\n",))
+    writer.start()
+    args = parsed(FILE_FLAG, str(pipe))
+    writer.join()
+    assert args.user_output_rate_config == str(pipe)
+    pipe.unlink()
+    for _ in range(2):
+        scheduler_cls = EngineArgs.from_cli_args(duplicate(args)).scheduler_cls
+        assert scheduler_cls.pacing == PacerConfig(default=7)
+
+
+def test_a_path_that_no_parser_has_seen_is_read(tmp_path: Path) -> None:
+    """Arguments that a program has put together itself name the file as a plain text."""
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: 7\n")
+    args = parsed()
+    args.user_output_rate_config = str(limits)
+    scheduler_cls = EngineArgs.from_cli_args(args).scheduler_cls
+    assert scheduler_cls.pacing == PacerConfig(default=7)
+
+
+def test_a_file_beside_a_flag_is_refused(tmp_path: Path) -> None:
+    """Each may be fine by itself; together they are refused when the arguments are used."""
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: 7\n")
+    args = parsed(FILE_FLAG, str(limits), DEFAULT_FLAG, "1")
+    with pytest.raises(ConfigError, match="cannot be combined"):
+        EngineArgs.from_cli_args(args)
 
 
 # --- carrying the limits ------------------------------------------------------------------------

@@ -6,10 +6,13 @@ the asynchronous scheduler, which is not settled before; and since `scheduler_cl
 vLLM's configuration hash, a change of limits does not invalidate compiled graphs.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from vllm_pacer.config import PacerConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
 
 class PacedSchedulerFactory:
@@ -27,12 +30,13 @@ class PacedSchedulerFactory:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Build the scheduler that fits the engine's configuration, in the engine's process."""
         # Imported here, since only the engine's process needs vLLM's schedulers.
-        from vllm_pacer.engine.idle import install_idle_wait
-        from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
-        from vllm_pacer.engine.seams import check_scheduler_attributes, check_seams
+        from vllm_pacer.engine.seams import check_scheduler_attributes, check_seams, vllm_imports
         from vllm_pacer.engine.snapshot import SnapshotWriter
 
         check_seams()
+        with vllm_imports():
+            from vllm_pacer.engine.idle import install_idle_wait
+            from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
         is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
         scheduler_cls = PacedAsyncScheduler if is_async else PacedScheduler
         snapshot = SnapshotWriter(self.snapshot_path) if self.snapshot_path else None
@@ -40,6 +44,8 @@ class PacedSchedulerFactory:
         check_scheduler_attributes(scheduler)
         install_idle_wait()
         scheduler.log_limits()
+        for warning in self.pacing.warnings():
+            logger.warning("vllm-pacer: %s.", warning)
         return scheduler
 
     def __str__(self) -> str:

@@ -16,10 +16,16 @@ from vllm.logger import init_logger
 
 from vllm_pacer.config import ConfigError, PacerConfig, config_from_flags, format_rate
 from vllm_pacer.engine.factory import PacedSchedulerFactory
-from vllm_pacer.engine.frontend import install_frontend
 from vllm_pacer.engine.patches import wrap
 from vllm_pacer.engine.refusals import is_limitable, refuse_unsupported
-from vllm_pacer.engine.seams import check_seams
+from vllm_pacer.engine.seams import (
+    FLAG_SEAMS,
+    SeamError,
+    check_names,
+    check_seams,
+    check_version,
+    vllm_imports,
+)
 from vllm_pacer.engine.snapshot import create_snapshot_file
 from vllm_pacer.quota import ANONYMOUS_USER
 
@@ -34,7 +40,12 @@ _ENVIRONMENT = "VLLM_PACER_SERVER"
 
 
 def install_flags() -> None:
-    """Add the flags to vLLM's argument parser."""
+    """Add the flags to vLLM's argument parser.
+
+    Raises:
+        SeamError: This vLLM cannot have them.
+    """
+    check_names(FLAG_SEAMS)
     wrap(EngineArgs, "add_cli_args", _add_flags)
     wrap(EngineArgs, "from_cli_args", _engine_args_with_limits)
     if _inherited_snapshot():
@@ -67,21 +78,21 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
     )
     group.add_argument(
         f"--{_DEFAULT.replace('_', '-')}",
-        type=lambda text: _checked(text, text, None, None),
+        type=lambda text: _checked(_DEFAULT, text, text, None, None),
         metavar="N",
         help="Output tokens per second of every user that is not named, or null for no limit. "
         "Switches the limits on.",
     )
     group.add_argument(
         f"--{_USERS.replace('_', '-')}",
-        type=lambda text: _checked(text, "null", text, None),
+        type=lambda text: _checked(_USERS, text, "null", text, None),
         metavar="JSON",
         help="Output tokens per second by user, for example "
         '\'{"user-a": 100, "user-b": 500, "user-c": null}\'.',
     )
     group.add_argument(
         f"--{_FILE.replace('_', '-')}",
-        type=lambda text: _checked(text, None, None, text),
+        type=lambda text: _checked(_FILE, text, None, None, text),
         metavar="FILE",
         help="The same from a YAML or JSON file with the keys default, users, burst (seconds), "
         "weights and fairness.",
@@ -89,18 +100,42 @@ def _add_flags(add_cli_args: Callable[[Any], Any], parser: Any) -> Any:
     return parser
 
 
-def _checked(text: str, *flags: str | None) -> str:
+class _CheckedText(str):
+    """The text of a flag, with the limits that it gives.
+
+    They are kept because the file cannot be read again if it is a pipe, and might say something
+    else if it can.
+    """
+
+    pacing: PacerConfig
+
+
+def _checked(name: str, text: str, *flags: str | None) -> str:
     try:
-        config_from_flags(*flags)
+        # Here too, and not only when the engine is built: who asks for limits has to be refused
+        # even if this vLLM does not come past what is wrapped for that.
+        check_version()
+    except SeamError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    checked = _CheckedText(text)
+    try:
+        checked.pacing = config_from_flags(*flags)
     except ConfigError as error:
-        message = str(error).partition(": ")[2] or str(error)
+        # The parser puts the flag before the message.
+        message = str(error).removeprefix(f"--{name.replace('_', '-')}: ")
         raise argparse.ArgumentTypeError(message) from None
-    return text
+    return checked
 
 
 def _pacing_of(args: argparse.Namespace) -> PacerConfig | None:
-    values = [getattr(args, name, None) for name in (_DEFAULT, _USERS, _FILE)]
-    return None if values == [None] * 3 else config_from_flags(*values)
+    default, users, file = values = [
+        getattr(args, name, None) for name in (_DEFAULT, _USERS, _FILE)
+    ]
+    if values == [None] * 3:
+        return None
+    if isinstance(file, _CheckedText) and default is None and users is None:
+        return file.pacing
+    return config_from_flags(default, users, file)
 
 
 def _engine_args_with_limits(
@@ -109,6 +144,7 @@ def _engine_args_with_limits(
     engine_args = from_cli_args(cls, args)
     pacing = _pacing_of(args)
     if pacing is not None:
+        check_seams()
         snapshot_path = _inherited_snapshot() or create_snapshot_file()
         limit_engine_args(engine_args, PacedSchedulerFactory(pacing, snapshot_path))
     return engine_args
@@ -121,9 +157,9 @@ def _engine_config_with_limits(
     if not isinstance(factory, PacedSchedulerFactory):
         config = create_engine_config(engine_args, *args, **kw)
         if (snapshot_path := _inherited_snapshot()) and is_limitable(config):
-            install_frontend(snapshot_path)
+            _frontend_installer()(snapshot_path)
         return config
-    check_seams()
+    install_frontend = _frontend_installer()
     engine_args.scheduler_cls = None
     try:
         config = create_engine_config(engine_args, *args, **kw)
@@ -138,6 +174,14 @@ def _engine_config_with_limits(
     else:
         logger.info("vllm-pacer: a pooling model generates no tokens; nothing is limited.")
     return config
+
+
+def _frontend_installer() -> Callable[[Path | None], None]:
+    check_seams()
+    # Imported here, so that a name that it misses is in nobody's way who wants no limits.
+    with vllm_imports():
+        from vllm_pacer.engine.frontend import install_frontend
+    return install_frontend
 
 
 def _bequeath_snapshot(snapshot_path: Path | None) -> None:

@@ -4,11 +4,15 @@ vLLM's classes are not a public interface. Whatever is subclassed, wrapped or re
 tables with the parameters it had when it was proved. A missing or changed one stops the server:
 running without a limit because a hook was no longer called would be worse.
 
+A name that is only imported has no row. `vllm_imports` makes the same error of its absence.
+
 The check sees names and parameters. It cannot see that a method is called at another time or means
 something else; `tests/upstream` runs vLLM's own suites and this package's laws for that.
 """
 
 import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -170,6 +174,9 @@ SEAMS = (
     ),
 )
 
+FLAG_SEAMS = tuple(seam for seam in SEAMS if seam.use == "the flags")
+"""What has to be there for the flags to be offered; the rest is checked when one is given."""
+
 SCHEDULER_ATTRIBUTES = (
     "_pause_state",
     "block_size",
@@ -255,16 +262,53 @@ def check_seams() -> None:
     Raises:
         SeamError: A version outside the window, or a missing or changed name.
     """
+    check_version()
+    check_names(SEAMS)
+
+
+def check_version() -> None:
+    """Stop unless the version of the installed vLLM is supported.
+
+    Raises:
+        SeamError: It is not.
+    """
     problem = version_problem(vllm.__version__)
-    problems = [problem] if problem else [each for seam in SEAMS if (each := seam.problem())]
+    if problem:
+        raise _unsupported([problem])
+
+
+def check_names(seams: Iterable[Seam]) -> None:
+    """Stop unless the installed vLLM has these functions, whatever its version.
+
+    Raises:
+        SeamError: One is missing or changed.
+    """
+    problems = [each for seam in seams if (each := seam.problem())]
     if problems:
-        raise SeamError(
-            f"vllm-pacer cannot limit generation speed on vLLM {vllm.__version__}: "
-            + "; ".join(problems)
-            + f". It supports vLLM {LOWEST_VLLM} up to, not including, {BELOW_VLLM.base_version}. "
-            "Install one of these or a vllm-pacer that knows this one; to serve without limits, "
-            "leave out the --*user-output-* flags."
-        )
+        raise _unsupported(problems)
+
+
+@contextmanager
+def vllm_imports() -> Iterator[None]:
+    """Stop if an import in this block fails: vLLM has lost a name.
+
+    Raises:
+        SeamError: It names what could not be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise _unsupported([str(error)]) from error
+
+
+def _unsupported(problems: Iterable[str]) -> SeamError:
+    return SeamError(
+        f"vllm-pacer cannot limit generation speed on vLLM {vllm.__version__}: "
+        + "; ".join(problems)
+        + f". It supports vLLM {LOWEST_VLLM} up to, not including, {BELOW_VLLM.base_version}. "
+        "Install one of these or a vllm-pacer that knows this one; to serve without limits, "
+        "leave out the --*user-output-* flags."
+    )
 
 
 def version_problem(version: str) -> str | None:

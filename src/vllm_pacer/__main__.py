@@ -1,0 +1,42 @@
+"""`vllm-pacer check FILE`: says what a file of limits means, without starting a server."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from vllm_pacer.config import ConfigError, PacerConfig, config_from_file, format_rate
+from vllm_pacer.quota import ANONYMOUS_USER
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the limits in a file; end with status 2 and the reason if it cannot be used."""
+    parser = argparse.ArgumentParser(prog="vllm-pacer", description="Look after limits of users.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="say what a file of limits means")
+    check.add_argument("file", metavar="FILE", help="what --user-output-rate-config would be given")
+    try:
+        config = config_from_file(parser.parse_args(arguments).file)
+    except ConfigError as error:
+        parser.exit(2, f"vllm-pacer: {error}\n")
+    for fact in facts(config):
+        print(fact)
+    return 0
+
+
+def facts(config: PacerConfig) -> Iterator[str]:
+    """Yield what holds under a configuration, one fact in a line."""
+    anonymous = config.users.get(ANONYMOUS_USER, config.default)
+    yield f"each user that is not named: {format_rate(config.default)}"
+    yield f"all requests without a user ({ANONYMOUS_USER}): {format_rate(anonymous)}"
+    for user, rate in config.users.items():
+        if user != ANONYMOUS_USER:
+            yield f"user {user}: {format_rate(rate)}"
+    yield f"burst: {float(config.burst):g} s"
+    yield f"fairness: {'on' if config.fairness else 'off'}"
+    for user, weight in config.weights.items():
+        yield f"weight of {user}: {float(weight):g}"
+    for warning in config.warnings():
+        yield f"warning: {warning}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
