@@ -138,6 +138,16 @@ _TABLES = {
                 "Ratio": "{ratio:.2f}",
             },
         ),
+        "crowded": Table(
+            "A full house for which users wait with one request each",
+            {
+                "Waiting": "{waiting:,}",
+                "Residents": "{residents}",
+                "Stock µs": "{stock_us:.0f}",
+                "Ours µs": "{ours_us:.0f}",
+                "Added µs": "{added_us:.0f}",
+            },
+        ),
         "absent": Table(
             "What known users without requests add to a step",
             {

@@ -170,6 +170,19 @@ def flooded_cost(waiting: int, residents: int, running: int) -> dict:
     }
 
 
+def crowded_cost(waiting: int, residents: int) -> dict:
+    """Measure the step in a full house for which users wait with one request each."""
+    users = [f"user-{i}" for i in range(residents + waiting)]
+    stock_us, ours_us, added_us = paired_us((None, users), (FAR_AWAY, users), residents=residents)
+    return {
+        "waiting": waiting,
+        "residents": residents,
+        "stock_us": stock_us,
+        "ours_us": ours_us,
+        "added_us": added_us,
+    }
+
+
 def absent_users_cost(users: int) -> dict:
     """Measure the longest step while `users` one-shot users are known and being forgotten."""
     scheduler = make_scheduler(PacerConfig(default=100), residents=16)
@@ -197,11 +210,18 @@ def measure() -> dict:
             *(
                 scheduled_cost(requests, one_user, is_async, FAR_AWAY)
                 for is_async in (False, True)
-                for requests, one_user in ((8, True), (64, True), (64, False))
+                for requests, one_user in (
+                    (8, True),
+                    (16, True),
+                    (16, False),
+                    (64, True),
+                    (64, False),
+                )
             ),
             scheduled_cost(64, False, False, UNLIMITED),
         ],
         "paused": [paused_cost(990, 10, users) for users in (1, 10, 990)],
         "flooded": [flooded_cost(10_000, 1_000, 10)],
+        "crowded": [crowded_cost(waiting, 64) for waiting in (100, 10_000)],
         "absent": [absent_users_cost(1_000_000)],
     }

@@ -53,6 +53,10 @@ class WakeUps(Generic[T]):
         """Do not wake `item`; no effect if it has no wake-up."""
         self._due_ns.pop(item, None)
 
+    def due_by(self, at_ns: int) -> list[T]:
+        """Return all that are due by an instant, in no order; looks at everybody."""
+        return [item for item, due_ns in self._due_ns.items() if due_ns <= at_ns]
+
     def next_ns(self) -> int | None:
         """Return the instant of the next wake-up, or `None`."""
         heap, due_ns = self._heap, self._due_ns

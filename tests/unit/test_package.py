@@ -21,6 +21,7 @@ ROOMS = (
     "positions",
     "wake_ups",
     "pauses",
+    "lines",
     "config",
     "__main__",
 )

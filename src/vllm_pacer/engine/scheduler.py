@@ -354,12 +354,12 @@ class PacedScheduler(SharingScheduler):
         step.charges = self._charges.copy()
         tokens_of = self._tokens_of
         nearly_spent = self._limiter.take_granted(tokens_of)
-        watched = self._watched
+        watched, users = self._watched, self._users
         if watched:
-            for user in [user for user in watched if user.account in tokens_of]:
-                del watched[user]  # it cannot run out in the next step
+            for account in tokens_of:
+                watched.pop(users[account.user], None)  # it cannot run out in the next step
         for account in nearly_spent:
-            user = self._users[account.user]
+            user = users[account.user]
             watched[user] = None
             if not self._limiter.can_take(account):
                 self._spent[user] = None

@@ -190,30 +190,33 @@ class SharingScheduler(Scheduler):
         is_entitled = self._fair.is_entitled(member, blocks)
         if not member.slots or (is_entitled and not user.paused):
             return True
+        residents = len(self.running) + self.num_waiting_for_streaming_input
+        if self._is_hiding:  # else `running` has them all
+            residents += len(self._pauses) + len(self._held_back)
+        free_slots = self.max_num_running_reqs - residents
         if self._claimed is None:
-            self._claimed = self._claims_of_waiting_users()
+            self._claimed = self._claims_of_waiting_users(free_slots)
         slots = claimed = 0
         for priority, of_class in self._claimed.items():
             if priority <= self._priority_class(request):
                 slots, claimed = slots + of_class[0], claimed + of_class[1]
         if is_entitled:  # its own claim
             slots, claimed = max(slots - 1, 0), max(claimed - blocks, 0)
-        residents = len(self.running) + self.num_waiting_for_streaming_input
-        if self._is_hiding:  # else `running` has them all
-            residents += len(self._pauses) + len(self._held_back)
         kv_cache = self.kv_cache_manager
         free_blocks = kv_cache.block_pool.get_num_free_blocks() - kv_cache.watermark_blocks
         return self._fair.may_admit(
             member,
             holdings.blocks_soon(request),
-            self.max_num_running_reqs - residents - slots,
+            free_slots - slots,
             free_blocks - holdings.growth - claimed,
         )
 
-    def _claims_of_waiting_users(self) -> dict[int, tuple[int, int]]:
+    def _claims_of_waiting_users(self, free_slots: int) -> dict[int, tuple[int, int]]:
         """Return slots and blocks for the first requests of users within their part, by class."""
         claims: dict[int, tuple[int, int]] = {}
-        for user, request in self.waiting.first_of_each_user(self._now_ns + _SOON_NS):
+        # If so many claim a slot there is none for others, and it does not matter who else does.
+        first = self.waiting.heads(max(free_slots, 0) + 2)
+        for user, request in [*first, *self.waiting.parked(self._now_ns + _SOON_NS)]:
             needed = self._holdings.blocks(request.num_tokens)
             if self._fair.is_entitled(user.member, needed):
                 slots, blocks = claims.get(self._priority_class(request), (0, 0))
