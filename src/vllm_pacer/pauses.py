@@ -34,6 +34,14 @@ class User(Generic[R]):
         self.paused: dict[int, deque[R]] = {}
         self.owed_tokens = 0  # what its requests outside may take before its paused ones
 
+    def first_paused(self, count: int) -> dict[int, int]:
+        """Return how many of the first `count` paused requests are of each class."""
+        first: dict[int, int] = {}
+        for priority in sorted(self.paused):
+            first[priority] = min(count, len(self.paused[priority]))
+            count -= first[priority]
+        return first
+
 
 class Pauses(Generic[R]):
     """The paused requests of all users.

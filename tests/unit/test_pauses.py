@@ -286,3 +286,13 @@ def test_a_thousand_paused_users_cost_no_look_before_their_time() -> None:
     assert engine.ready() == 0
     assert engine.pauses.next_wake_ns() == START_NS + 100 * MS
     assert looks == 0
+
+
+def test_the_first_paused_requests_are_those_of_the_best_class() -> None:
+    """A count of requests falls to the classes in their order."""
+    engine = Engine()
+    engine.pause("a1", "a2", priority=1)
+    engine.pause("a3", priority=0)
+    engine.pause("a4", "a5", priority=2)
+    assert engine.user("a").first_paused(4) == {0: 1, 1: 2, 2: 1}
+    assert engine.user("a").first_paused(0) == {0: 0, 1: 0, 2: 0}

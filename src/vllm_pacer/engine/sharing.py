@@ -12,6 +12,8 @@ The rules:
    decided in the order of vLLM's lists.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -32,6 +34,9 @@ from vllm_pacer.fairness import FairShare, FirstCome, Member
 from vllm_pacer.limiter import Account, OutputRateLimiter
 from vllm_pacer.pauses import Pauses, User
 from vllm_pacer.positions import Claim, Positions
+
+_Group = tuple[User[Request], int]
+"""The requests of one user and priority class."""
 
 _ALL = 1 << 62
 
@@ -172,7 +177,7 @@ class SharingScheduler(Scheduler):
                 if self._may_admit(user, request):
                     newcomers.append((user, request))
                     free -= 1
-            elif request.status in _READY and self._may_begin(user, request):
+            elif request.status in _READY and self._allow_or_park(user, request):
                 victim = self._holdings.victim_for_slot(user, request, self._tokens_left)
                 if victim is None:
                     break
@@ -182,7 +187,7 @@ class SharingScheduler(Scheduler):
 
     def _may_admit(self, user: User[Request], request: Request) -> bool:
         """Whether the queue may offer a request in this step."""
-        return self._has_room(user, request) and self._may_begin(user, request)
+        return self._has_room(user, request) and self._allow_or_park(user, request)
 
     def _has_room(self, user: User[Request], request: Request) -> bool:
         member, holdings = user.member, self._holdings
@@ -223,8 +228,8 @@ class SharingScheduler(Scheduler):
                 claims[self._priority_class(request)] = slots + 1, blocks + needed
         return claims
 
-    def _may_begin(self, user: User[Request], request: Request) -> bool:
-        """Whether the user's quota lets a request begin.
+    def _allow_or_park(self, user: User[Request], request: Request) -> bool:
+        """Whether the user's quota lets a request begin. If not, the user is parked.
 
         Beside others a user at its quota begins a prompt for every token that it has, and one at a
         time: its prompts keep pace with its quota and do not fill the steps of others.
@@ -345,12 +350,12 @@ class SharingScheduler(Scheduler):
         count = sum(ready.values())
         if count + len(newcomers) <= room:
             self._positions.clear()
-            return self._pauses_over(now_ns, room) + running
+            return self._go_on(now_ns, room) + running
         if not is_sharing:
             return self._rotate(running, count - room, now_ns)
         return self._divide(running, ready, newcomers, now_ns)
 
-    def _pauses_over(self, now_ns: int, room: int) -> list[Request]:
+    def _go_on(self, now_ns: int, room: int) -> list[Request]:
         return self._resumed(self._pauses.resume(now_ns, room))
 
     def _resumed(self, requests: list[Request]) -> list[Request]:
@@ -372,7 +377,7 @@ class SharingScheduler(Scheduler):
             self._yield(request, now_ns)
         running = [request for request in running if request not in self._pauses]
         # In front, or the prefills of others would leave them no room in the step.
-        return self._pauses_over(now_ns, self._active_limit - len(running)) + running
+        return self._go_on(now_ns, self._active_limit - len(running)) + running
 
     def _divide(
         self,
@@ -381,46 +386,27 @@ class SharingScheduler(Scheduler):
         newcomers: list[tuple[User[Request], Request]],
         now_ns: int,
     ) -> list[Request]:
-        """Divide the positions between users: a better class first, within one by weight."""
-        visible: dict[User[Request], dict[int, list[Request]]] = {}
-        claims: dict[int, dict[User[Request], int]] = {}
-
-        def claim(user: User[Request], priority: int, count: int) -> None:
-            of_class = claims.setdefault(priority, {})
-            of_class[user] = of_class.get(user, 0) + count
-
+        """Divide the positions between users, and let requests pause and go on accordingly."""
+        visible: dict[_Group, list[Request]] = {}
         for request in running:
-            user, priority = self._owner(request), self._priority_class(request)
-            visible.setdefault(user, {}).setdefault(priority, []).append(request)
-            claim(user, priority, 1)
-        for user, count in ready.items():
-            for priority in sorted(user.paused):
-                paused = min(count, len(user.paused[priority]))
-                claim(user, priority, paused)
-                count -= paused
+            group = self._owner(request), self._priority_class(request)
+            visible.setdefault(group, []).append(request)
+        paused = {
+            (user, priority): number
+            for user, count in ready.items()
+            for priority, number in user.first_paused(count).items()
+        }
+        wanted = Counter({group: len(own) for group, own in visible.items()})
+        wanted.update(paused)
         for user, request in newcomers:
-            claim(user, self._priority_class(request), self._claim_of_newcomers(user, ready))
+            claim = self._claim_of_newcomers(user, ready)
+            wanted[user, self._priority_class(request)] += claim
 
-        left = self._active_limit
-        going_on: dict[User[Request], int] = {}
-        ready_left = dict(ready)
-        for priority in sorted(claims):
-            positions = self._positions.setdefault(priority, Positions())
-            given = positions.divide(
-                left,
-                {
-                    user: Claim(count, user.member.weight)
-                    for user, count in claims[priority].items()
-                },
-            )
-            left -= sum(given.values())
-            for user, count in given.items():
-                own = visible.get(user, {}).get(priority, [])
-                paused = min(ready_left.get(user, 0), len(user.paused.get(priority, ())))
-                if paused:
-                    ready_left[user] -= paused
-                room = count - len(own) + self._make_room(own, count, paused, now_ns)
-                going_on[user] = going_on.get(user, 0) + max(min(room, paused), 0)
+        going_on: Counter[User[Request]] = Counter()
+        for group, positions in self._positions_of(wanted).items():
+            own, more = visible.get(group, []), paused.get(group, 0)
+            room = positions - len(own) + self._make_room(own, positions, more, now_ns)
+            going_on[group[0]] += max(min(room, more), 0)
         running = [
             request
             for request in running
@@ -429,11 +415,26 @@ class SharingScheduler(Scheduler):
         room = self._active_limit - len(running)
         resumed: list[Request] = []
         for user in ready:
-            count = min(going_on.get(user, 0), room - len(resumed))
+            count = min(going_on[user], room - len(resumed))
             resumed += self._resumed(self._pauses.resume_of(user, now_ns, count))
         if newcomers:
             self._left_to_waiting = room - len(resumed)
         return resumed + running
+
+    def _positions_of(self, wanted: Mapping[_Group, int]) -> dict[_Group, int]:
+        """Give the positions to the better class first, and within one to users by weight."""
+        given: dict[_Group, int] = {}
+        left = self._active_limit
+        for priority in sorted({priority for _, priority in wanted}):
+            claims = {
+                user: Claim(count, user.member.weight)
+                for (user, of_class), count in wanted.items()
+                if of_class == priority
+            }
+            divided = self._positions.setdefault(priority, Positions()).divide(left, claims)
+            given.update({(user, priority): count for user, count in divided.items()})
+            left -= sum(divided.values())
+        return given
 
     def _claim_of_newcomers(self, user: User[Request], ready: dict[User[Request], int]) -> int:
         tokens = self._tokens_left(user) - ready.get(user, 0)
