@@ -41,7 +41,7 @@ MOST_CONTEXT = len(PREFIX) + MOST_PROMPT + MOST_TOKENS
 BLOCK_SIZE = 4
 MOST_BLOCKS = -(-MOST_CONTEXT // BLOCK_SIZE)
 MOST_ACTIVE = 8
-EXAMPLES = int(os.environ.get("PACER_ENGINE_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("PACER_ENGINE_EXAMPLES", "100"))
 
 rates = st.none() | st.fractions(Fraction(1, 4), 200, max_denominator=12)
 weights = st.sampled_from([Fraction(1), Fraction(2), Fraction(8), Fraction(1, 4), Fraction(3, 2)])
@@ -57,9 +57,9 @@ class Drain:
         self.start_ns = bed.now_ns
         self.first_step, self.first_nap = len(bed.steps), bed.naps
         self.earlier_preemptions = bed.laws.preemptions.copy()
-        # Decodes leave so much of a step to prompts, at least.
-        self.chunks = ceil(MOST_CONTEXT / (budget - MOST_ACTIVE))
+        self.chunk = budget - MOST_ACTIVE  # what decodes leave of a step to prompts, at least
         self.live = [*bed.scheduler.requests]
+        self.has_begun = {each for each in bed.residents() if bed.answers[each]}
         self.users = {bed.user_of(each): None for each in self.live}
         self.tokens = {
             each: bed.scripts[each].max_tokens - len(bed.answers[each]) for each in self.live
@@ -84,20 +84,27 @@ class Drain:
         """Return the requests of a user."""
         return [each for each in self.live if self.bed.user_of(each) == user]
 
-    def starts(self, request_ids: list[str]) -> int:
-        """Return how often requests are admitted, at most."""
+    def starts(self, request_id: str) -> int:
+        """Return how often a request is admitted, or goes on in the middle of its prompt."""
         again = self.bed.laws.preemptions - self.earlier_preemptions
-        return sum(1 + again[each] for each in request_ids)
+        return again[request_id] + (request_id not in self.has_begun)
 
     def samples(self, request_ids: list[str]) -> int:
-        """Return for how many tokens a step samples, at most: one may be in flight at each end."""
-        return sum(self.tokens[each] for each in request_ids) + self.starts(request_ids)
+        """Return how often requests are sampled, at most: in vain once at every end."""
+        return sum(self.tokens[each] + self.starts(each) + 1 for each in request_ids)
+
+    def prompt_steps(self) -> int:
+        """Return how many steps compute a chunk of a prompt, at most."""
+        return sum(
+            self.starts(each) * ceil(self.bed.requests[each].num_tokens / self.chunk)
+            for each in self.live
+        )
 
     def busy_ns(self) -> int:
         """Return the time that steps took; there are no more than the work needs."""
         computed = [each for each in self.bed.steps[self.first_step :] if each.computed]
         naps = self.bed.naps - self.first_nap
-        most = self.samples(self.live) + self.chunks * self.starts(self.live)
+        most = self.samples(self.live) + self.prompt_steps()
         assert len(computed) <= most, "steps for nothing"
         assert naps <= most, "looking for work for nothing"
         in_flight = 2
@@ -159,12 +166,12 @@ class Drain:
     def steps_by_weight(self, user: str) -> int:
         """Return the steps in which a user has all its tokens by its share of the positions.
 
-        Its share of a position adds up to a whole one in so many steps. Of those that are owed
-        positions at most one has to go before it, and once: it is owed more than a whole one then.
+        A whole position is its own in every step. Less than that adds up to one in so many steps,
+        and of those that are owed more by then each goes before it once.
         """
         share = self.weight_of(user) * self.bed.max_active / sum(map(self.weight_of, self.users))
-        prompts = self.chunks * self.starts(self.live)
-        return prompts + self.samples(self.of(user)) * ceil(2 / min(share, 1)) + 2
+        wait = 1 if share >= 1 else ceil(2 / share)
+        return self.prompt_steps() + self.samples(self.of(user)) * wait + 2
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -173,14 +180,14 @@ class AnyHistory(RuleBasedStateMachine):
     is_async: bool
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
         chunked_prefill=st.booleans(),
         v2_model_runner=st.booleans(),
         max_num_seqs=st.integers(2, 8) | st.just(16),
         active_share=st.integers(1, 4),
         num_blocks=st.none() | st.integers(MOST_BLOCKS + 1, 40),
         step_ms=st.sampled_from([1, 10, 30, 150]),
-        fairness=st.sampled_from([True, True, False]),
+        fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
         weights=st.fixed_dictionaries(dict.fromkeys(USERS, weights)),
