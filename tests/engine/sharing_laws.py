@@ -183,21 +183,23 @@ class SharingLaws:
                 assert until_ns <= max(ready_ns, scheduler._now_ns + 1), (
                     f"the engine sleeps while {user.account.user} has a token"
                 )
-        if self.could_begin():
-            raise AssertionError("the engine sleeps while a waiting request could begin")
+        begins_ns = self.begins_ns()
+        assert begins_ns is None or until_ns <= max(begins_ns, scheduler._now_ns + 1), (
+            "the engine sleeps while a waiting request could begin"
+        )
 
-    def could_begin(self) -> bool:
-        """Return whether a request waits that has a token and certainly finds room."""
+    def begins_ns(self) -> int | None:
+        """Return when a waiting request has a token and certainly finds room, or `None`."""
         scheduler = self._scheduler
-        now_ns = scheduler._now_ns
         waiting = list(scheduler.waiting)
         residents = {self._bed.user_of(each.request_id) for each in scheduler.running}
         if len(scheduler.running) >= scheduler.max_num_running_reqs:
-            return False
+            return None
         if any(scheduler._missing_blocks(each) > 0 for each in waiting):
-            return False  # who does not fit holds up whoever comes later
-        return any(
-            self._bed.user_of(each.request_id) not in residents
-            and scheduler._limiter.account_ready_at_ns(scheduler._user_of[each].account) <= now_ns
+            return None  # who does not fit holds up whoever comes later
+        ready_ns = (
+            scheduler._limiter.account_ready_at_ns(scheduler._user_of[each].account)
             for each in waiting
+            if self._bed.user_of(each.request_id) not in residents
         )
+        return min(ready_ns, default=None)
