@@ -10,7 +10,8 @@ here tests the laws too:
 * charged = emitted + in flight + aborted in flight, for every user;
 * no step computes more requests than may be active;
 * every resident stands in `running` exactly once, the paused ones at the end;
-* every answer is a prefix of its script, computed without computing any position twice.
+* every answer is a prefix of its script, computed without computing any position twice;
+* what `sharing_laws` says.
 """
 
 from collections import Counter
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sharing_laws import SharingLaws
 from vllm.config import (
     CacheConfig,
     ModelConfig,
@@ -277,13 +279,13 @@ class Bed:
 
     def __init__(
         self,
-        rates: Mapping[str, int | float | None] | None = None,
+        rates: Mapping[str, int | float | Fraction | None] | None = None,
         *,
         is_async: bool = False,
         paced: bool = True,
         default_rate: int | float | None = None,
         burst_seconds: float = 0.1,
-        weights: Mapping[str, int | float] | None = None,
+        weights: Mapping[str, int | float | Fraction] | None = None,
         fairness: bool = True,
         step_ms: int = 30,
         max_num_seqs: int = 16,
@@ -309,6 +311,7 @@ class Bed:
         self.users: dict[str, None] = {}  # in the order in which they came
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
+        self.finished_ns: dict[str, int] = {}
         self.steps: list[StepRecord] = []
         self.books = Books()
         self.naps = 0
@@ -357,6 +360,7 @@ class Bed:
         self.executor.worker.is_v2 = v2_model_runner
         self._watch_limiter()
         self._watch_aborts()
+        self.laws = SharingLaws(self) if paced else None
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -482,6 +486,8 @@ class Bed:
                 break
             quiet_ns = self.scheduler.quiet_until_ns() if self._paced else None
             if quiet_ns is not None and quiet_ns > self.now_ns:
+                if self.laws is not None:
+                    self.laws.check_wait(quiet_ns)
                 if until_ns is not None and quiet_ns > until_ns:
                     break
                 self.clock.advance_ns(quiet_ns - self.now_ns)
@@ -558,6 +564,7 @@ class Bed:
                     emitted.add(each.request_id)
                 if each.finish_reason is not None:
                     self.finished[each.request_id] = each.finish_reason
+                    self.finished_ns[each.request_id] = self.now_ns
         if emitted:
             assert self._in_flight, "tokens from nowhere"
         if self._in_flight and len(self._in_flight) > self._steps_in_flight():
@@ -587,6 +594,8 @@ class Bed:
             assert self.blocks(each) == self.executor.worker.blocks(each), f"{each} lost its KV"
         if not self._paced:
             return
+        assert self.laws is not None
+        self.laws.check()
         pauses = scheduler._pauses
         visible = len(running) - len(pauses)
         assert all(each in pauses for each in running[visible:]), "paused ones come last"

@@ -2,14 +2,23 @@
 
 `Bed.check` compares its books with the scheduler's after every step; the machine adds what holds
 over a whole history: the window bound, and that everybody is served in the end.
+
+How soon is a law too, `Drain.longest_ns`. Once nobody arrives any more, a user has its last token
+after no more than
+
+* the time that its own quota takes for the tokens that it lacks,
+* the steps of everybody's work, or fewer where its weight gives it positions in them, and
+* the time that the quotas of others take, where it may have to wait for what they hold: with
+  sharing off, behind better priority classes, and where room is too scarce to be shared.
 """
 
 import os
-from collections import Counter
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import pytest
-from engine_bed import EOS, STOP, Bed
+from engine_bed import EOS, NS_PER_MS, STOP, Bed
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,9 +31,147 @@ from hypothesis.stateful import (
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
-RATES = {"a": 20, "b": 100, "c": None, "d": 5}
+from vllm_pacer.clock import NS_PER_SECOND
+
+USERS = "abcd"
 PREFIX = [7] * 16
-EXAMPLES = int(os.environ.get("PACER_ENGINE_EXAMPLES", "40"))
+MOST_PROMPT = 30
+MOST_TOKENS = 12
+MOST_CONTEXT = len(PREFIX) + MOST_PROMPT + MOST_TOKENS
+BLOCK_SIZE = 4
+MOST_BLOCKS = -(-MOST_CONTEXT // BLOCK_SIZE)
+MOST_ACTIVE = 8
+EXAMPLES = int(os.environ.get("PACER_ENGINE_EXAMPLES", "100"))
+
+rates = st.none() | st.fractions(Fraction(1, 4), 200, max_denominator=12)
+weights = st.sampled_from([Fraction(1), Fraction(2), Fraction(8), Fraction(1, 4), Fraction(3, 2)])
+
+
+class Drain:
+    """The end of a history: nobody arrives any more, and everybody is to finish in time."""
+
+    def __init__(self, bed: Bed, step_ms: int, budget: int, is_priority: bool) -> None:
+        self.bed = bed
+        self.step_ns = step_ms * NS_PER_MS
+        self.is_priority = is_priority
+        self.start_ns = bed.now_ns
+        self.first_step, self.first_nap = len(bed.steps), bed.naps
+        self.earlier_preemptions = bed.laws.preemptions.copy()
+        self.chunk = budget - MOST_ACTIVE  # what decodes leave of a step to prompts, at least
+        self.live = [*bed.scheduler.requests]
+        self.has_begun = {each for each in bed.residents() if bed.answers[each]}
+        self.users = {bed.user_of(each): None for each in self.live}
+        self.tokens = {
+            each: bed.scripts[each].max_tokens - len(bed.answers[each]) for each in self.live
+        }
+        limiter = bed.scheduler._limiter
+        self.first_token_ns = {
+            user: max(limiter.account_ready_at_ns(limiter.account(user)) - self.start_ns, 0)
+            for user in self.users
+        }
+
+    def check(self) -> None:
+        """Let everybody finish, and check when each did."""
+        bed = self.bed
+        bed.run(most_steps=5_000)
+        busy_ns = self.busy_ns()
+        for user in self.users:
+            ends_ns = [bed.finished_ns.get(each, 0) for each in self.of(user)]
+            took_ns = max(ends_ns) - self.start_ns
+            assert took_ns <= self.longest_ns(user, busy_ns), f"{user} starved"
+
+    def of(self, user: str) -> list[str]:
+        """Return the requests of a user."""
+        return [each for each in self.live if self.bed.user_of(each) == user]
+
+    def starts(self, request_id: str) -> int:
+        """Return how often a request is admitted, or goes on in the middle of its prompt."""
+        again = self.bed.laws.preemptions - self.earlier_preemptions
+        return again[request_id] + (request_id not in self.has_begun)
+
+    def samples(self, request_ids: list[str]) -> int:
+        """Return how often requests are sampled, at most: in vain once at every end."""
+        return sum(self.tokens[each] + self.starts(each) + 1 for each in request_ids)
+
+    def prompt_steps(self) -> int:
+        """Return how many steps compute a chunk of a prompt, at most."""
+        return sum(
+            self.starts(each) * ceil(self.bed.requests[each].num_tokens / self.chunk)
+            for each in self.live
+        )
+
+    def busy_ns(self) -> int:
+        """Return the time that steps took; there are no more than the work needs."""
+        computed = [each for each in self.bed.steps[self.first_step :] if each.computed]
+        naps = self.bed.naps - self.first_nap
+        most = self.samples(self.live) + self.prompt_steps()
+        assert len(computed) <= most, "steps for nothing"
+        assert naps <= most, "looking for work for nothing"
+        in_flight = 2
+        return (len(computed) + in_flight) * self.step_ns + naps * NS_PER_MS
+
+    def quota_ns(self, user: str, request_ids: list[str]) -> int:
+        """Return how long the user's quota takes for the rest of some of its requests."""
+        rate = self.bed.pacing.users[user]
+        if rate is None or not request_ids:
+            return 0
+        return self.first_token_ns[user] + ceil(self.samples(request_ids) / rate * NS_PER_SECOND)
+
+    def longest_ns(self, user: str, busy_ns: int) -> int:
+        """Return the time in which everything of a user must have ended."""
+        own_ns = self.quota_ns(user, self.of(user))
+        if self.finds_position(user):
+            busy_ns = min(busy_ns, self.step_ns * self.steps_by_weight(user))
+        others_ns = sum(
+            self.quota_ns(other, self.may_hold_up(user, other))
+            for other in self.users
+            if other != user
+        )
+        return own_ns + busy_ns + others_ns
+
+    def may_hold_up(self, user: str, other: str) -> list[str]:
+        """Return the requests of another user whose tokens this one may have to wait for."""
+        if not self.finds_slot(user):
+            return self.of(other)
+        if not self.is_priority:
+            return []
+        worst = max(self.bed.requests[each].priority for each in self.of(user))
+        return [each for each in self.of(other) if self.bed.requests[each].priority < worst]
+
+    def finds_slot(self, user: str) -> bool:
+        """Return whether the user gets a slot by its share, whoever holds them all.
+
+        Somebody with s slots gives way if (s - 1) / its weight ≥ 1 / the user's weight. If nobody
+        did, each would hold at most its weight by the user's, rounded up.
+        """
+        weight = self.weight_of(user)
+        others = sum(ceil(self.weight_of(each) / weight) for each in self.users if each != user)
+        return self.shares_slots() and self.bed.max_num_seqs > others
+
+    def finds_position(self, user: str) -> bool:
+        """Return whether nothing but positions is scarce."""
+        return (
+            self.shares_slots() and not self.is_priority and len(self.live) <= self.bed.max_num_seqs
+        )
+
+    def shares_slots(self) -> bool:
+        """Return whether slots are shared and KV blocks are never scarce."""
+        bed = self.bed
+        return bed.pacing.fairness and bed.num_blocks > bed.max_num_seqs * MOST_BLOCKS
+
+    def weight_of(self, user: str) -> Fraction:
+        """Return the user's weight."""
+        return self.bed.pacing.weights[user]
+
+    def steps_by_weight(self, user: str) -> int:
+        """Return the steps in which a user has all its tokens by its share of the positions.
+
+        A whole position is its own in every step. Less than that adds up to one in so many steps,
+        and of those that are owed more by then each goes before it once.
+        """
+        share = self.weight_of(user) * self.bed.max_active / sum(map(self.weight_of, self.users))
+        wait = 1 if share >= 1 else ceil(2 / share)
+        return self.prompt_steps() + self.samples(self.of(user)) * wait + 2
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -33,35 +180,47 @@ class AnyHistory(RuleBasedStateMachine):
     is_async: bool
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
         chunked_prefill=st.booleans(),
         v2_model_runner=st.booleans(),
-        max_num_seqs=st.integers(2, 8),
+        max_num_seqs=st.integers(2, 8) | st.just(16),
         active_share=st.integers(1, 4),
-        num_blocks=st.integers(16, 40),
+        num_blocks=st.none() | st.integers(MOST_BLOCKS + 1, 40),
         step_ms=st.sampled_from([1, 10, 30, 150]),
+        fairness=st.sampled_from([True, True, True, False]),
+        burst_seconds=st.sampled_from([0.1, 0, 1]),
+        rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
+        weights=st.fixed_dictionaries(dict.fromkeys(USERS, weights)),
     )
     def build(
-        self, max_num_seqs: int, active_share: int, chunked_prefill: bool, **kwargs: Any
+        self,
+        max_num_seqs: int,
+        active_share: int,
+        num_blocks: int | None,
+        chunked_prefill: bool,
+        **kwargs: Any,
     ) -> None:
         """Build an engine core, small enough for everything to run short."""
         self.aborted: set[str] = set()
+        self.is_priority = kwargs["policy"] == "priority"
+        self.step_ms = kwargs["step_ms"]
+        self.budget = 16 if chunked_prefill else 2048
         self.bed = Bed(
-            RATES,
             is_async=self.is_async,
             max_num_seqs=max_num_seqs,
-            max_num_active_seqs=max(1, max_num_seqs // active_share),
-            max_num_batched_tokens=16 if chunked_prefill else 256,
+            max_num_active_seqs=min(max(1, max_num_seqs // active_share), MOST_ACTIVE),
+            max_num_batched_tokens=self.budget,
             chunked_prefill=chunked_prefill,
-            block_size=4,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks or max_num_seqs * (MOST_BLOCKS + 1) + 1,
             **kwargs,
         )
 
     @rule(
-        user=st.sampled_from([*RATES]),
-        prompt=st.integers(1, 30),
+        user=st.sampled_from(USERS),
+        prompt=st.integers(1, MOST_PROMPT),
         shares_prefix=st.booleans(),
-        tokens=st.integers(1, 12),
+        tokens=st.integers(1, MOST_TOKENS),
         ends_with=st.sampled_from([None, EOS, STOP]),
         priority=st.integers(0, 2),
         count=st.integers(1, 4),
@@ -93,7 +252,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(ms=st.integers(1, 300))
     def go_on(self, ms: int) -> None:
         """The engine runs as its loop would."""
-        self.bed.run(until_ms=self.bed.now_ms + ms)
+        self.bed.run(until_ms=self.bed.now_ms + ms, most_steps=2_000)
 
     @rule(ms=st.integers(1, 300))
     def stall(self, ms: int) -> None:
@@ -128,13 +287,7 @@ class AnyHistory(RuleBasedStateMachine):
             return
         bed = self.bed
         bed.scheduler.set_pause_state(PauseState.UNPAUSED)
-        left = Counter[str]()
-        for request_id in bed.scheduler.requests:
-            left[bed.user_of(request_id)] += bed.scripts[request_id].max_tokens
-        slowest_s = max(left[user] / rate for user, rate in RATES.items() if rate)
-        deadline_ms = bed.now_ms + 1000 * slowest_s + 500 * (left.total() + 1)
-        bed.run(most_steps=200_000)
-        assert bed.now_ms <= deadline_ms, "somebody starved"
+        Drain(bed, self.step_ms, self.budget, self.is_priority).check()
         bed.check_window_bound()
         for request_id, script in bed.scripts.items():
             answer = bed.answers[request_id]
