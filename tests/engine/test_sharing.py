@@ -381,3 +381,29 @@ def test_no_slot_stays_empty_in_an_engine_that_could_compute_in_it() -> None:
     bed.step()
     bed.step()
     assert len(bed.steps[-1].computed) == 16
+
+
+def test_refund_opens_the_door_to_a_request_that_waits() -> None:
+    """A token that comes back is for the user's next request at once, not when it was due."""
+    bed = Bed({"a": 10}, is_async=True, step_ms=20, max_num_seqs=4)
+    bed.add("b", tokens=50)
+    bed.add("a", prompt=4, tokens=1, ends_with=EOS)
+    bed.step()
+    waiting = bed.add("a", prompt=4, tokens=1)
+    bed.run(until_ms=200)
+    assert bed.first_token_ms(waiting) < 100
+
+
+def test_nobody_gives_way_twice_without_a_token_in_between() -> None:
+    """The cheapest to compute again is spared if it gave way and has produced nothing since."""
+    bed = Bed({"flood": 0.5}, step_ms=20, max_num_seqs=2)
+    cheap = bed.add("flood", prompt=4, tokens=9)
+    dear = bed.add("flood", prompt=60, tokens=9)
+    bed.run(until_ms=200)
+    assert bed.is_paused(cheap)
+    assert bed.is_paused(dear)
+    bed.scheduler._holdings.preempted(bed.requests[cheap])
+    bed.add("quiet", tokens=1)
+    bed.step()
+    assert bed.requests[dear].num_preemptions == 1
+    assert bed.requests[cheap].num_preemptions == 0

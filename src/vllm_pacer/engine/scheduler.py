@@ -149,6 +149,7 @@ class PacedScheduler(SharingScheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._quiet = False
+        self._other_waits = True  # also if nothing else happens in this step
         self._repeated = {}
         self._leave_pauses(request)
         self._holdings.preempted(request)

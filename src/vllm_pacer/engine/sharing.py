@@ -180,6 +180,8 @@ class SharingScheduler(Scheduler):
             elif request.status in _READY and self._allow_or_park(user, request):
                 victim = self._holdings.victim_for_slot(user, request, self._tokens_left)
                 if victim is None:
+                    if request.num_preemptions:
+                        continue  # nobody has earned a turn yet that it could take
                     break
                 self._evict(victim)
                 newcomers.append((user, request))
