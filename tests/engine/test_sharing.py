@@ -407,3 +407,31 @@ def test_nobody_gives_way_twice_without_a_token_in_between() -> None:
     bed.step()
     assert bed.requests[dear].num_preemptions == 1
     assert bed.requests[cheap].num_preemptions == 0
+
+
+def test_nine_users_get_in_as_soon_beside_a_flood_as_beside_one_stream() -> None:
+    """With more users than positions, those that were given one come in, and not others."""
+    waits: dict[int, list[float]] = {}
+    for streams in (1, 64):
+        bed = Bed(step_ms=16, max_num_seqs=32, max_num_active_seqs=8)
+        for _ in range(streams):
+            bed.add("flood", prompt=4, tokens=1_000)
+        live: dict[str, str] = {}
+        due_ms = dict.fromkeys("abcdefghi", 0.0)
+        for _ in range(500):
+            for user, at_ms in due_ms.items():
+                if user not in live and bed.now_ms >= at_ms:
+                    live[user] = bed.add(user, prompt=4, tokens=12)
+            bed.step()
+            for user, request in [*live.items()]:
+                if request in bed.finished:
+                    del live[user]
+                    due_ms[user] = bed.now_ms + 3
+        waits[streams] = sorted(
+            (bed.first_token_ms(each) - bed.requests[each].arrival_time * 1000) / 16
+            for each in bed.requests
+            if bed.user_of(each) != "flood" and bed.first_token_ms(each) is not None
+        )
+    for part in (0.5, 0.95):
+        calm, flooded = (each[int(part * len(each))] for each in waits.values())
+        assert flooded <= calm + 0.01

@@ -111,6 +111,7 @@ class SharingScheduler(Scheduler):
         self._claimed: dict[int, tuple[int, int]] | None = None  # by waiting users, if looked at
         self._left_to_waiting = 0  # positions
         self._newcomers: list[tuple[User[Request], Request]] = []
+        self._next_time: set[User[Request]] = set()  # those of them that no position was left to
         self._no_newcomer_before: dict[User[Request], int] = {}  # step
 
     # --- who is there --------------------------------------------------------------------------
@@ -189,7 +190,11 @@ class SharingScheduler(Scheduler):
 
     def _may_admit(self, user: User[Request], request: Request) -> bool:
         """Whether the queue may offer a request in this step."""
-        return self._has_room(user, request) and self._allow_or_park(user, request)
+        return (
+            user not in self._next_time
+            and self._has_room(user, request)
+            and self._allow_or_park(user, request)
+        )
 
     def _has_room(self, user: User[Request], request: Request) -> bool:
         member, holdings = user.member, self._holdings
@@ -347,6 +352,7 @@ class SharingScheduler(Scheduler):
         """Let those go on whose users have quota again, within the limit of active requests."""
         room = self._active_limit - len(running)
         is_sharing = self._is_sharing()
+        self._next_time = set()
         ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
         newcomers = self._newcomers = self._let_in() if is_sharing else []
         count = sum(ready.values())
@@ -405,10 +411,12 @@ class SharingScheduler(Scheduler):
             wanted[user, self._priority_class(request)] += claim
 
         going_on: Counter[User[Request]] = Counter()
+        coming_in: Counter[User[Request]] = Counter()
         for group, positions in self._positions_of(wanted).items():
-            own, more = visible.get(group, []), paused.get(group, 0)
+            user, own, more = group[0], visible.get(group, []), paused.get(group, 0)
             room = positions - len(own) + self._make_room(own, positions, more, now_ns)
-            going_on[group[0]] += max(min(room, more), 0)
+            going_on[user] += max(min(room, more), 0)
+            coming_in[user] += max(room - more, 0)
         running = [
             request
             for request in running
@@ -421,6 +429,8 @@ class SharingScheduler(Scheduler):
             resumed += self._resumed(self._pauses.resume_of(user, now_ns, count))
         if newcomers:
             self._left_to_waiting = room - len(resumed)
+            self._newcomers = [each for each in newcomers if coming_in[each[0]]]
+            self._next_time = {user for user, _ in newcomers if not coming_in[user]}
         return resumed + running
 
     def _positions_of(self, wanted: Mapping[_Group, int]) -> dict[_Group, int]:
