@@ -208,7 +208,7 @@ async def ten(server: Server, streams: int) -> dict[str, list[Answer]]:
     """Run nine quiet users beside one with so many streams."""
     async with Client(server.url) as client, neighbour(server, client, streams, 4, tokens=2000):
         users = [f"quiet-{number}" for number in range(9)]
-        answers = await asyncio.gather(*(quiet(client, 20, user) for user in users))
+        answers = await asyncio.gather(*(quiet(client, 40, user) for user in users))
     return dict(zip(users, answers, strict=True))
 
 
