@@ -171,6 +171,7 @@ class SharingScheduler(Scheduler):
         if free <= 0 and not self._pauses:
             return []
         newcomers = []
+        nobody_has_earned_a_turn = False  # that a displaced request could take
         for user, request in self.waiting.heads(self._active_limit):
             if self._no_newcomer_before.get(user, 0) > self._step.number:
                 continue
@@ -179,13 +180,17 @@ class SharingScheduler(Scheduler):
                     newcomers.append((user, request))
                     free -= 1
             elif request.status in _READY and self._allow_or_park(user, request):
+                was_displaced = request.num_preemptions > 0
+                if was_displaced and nobody_has_earned_a_turn:
+                    continue
                 victim = self._holdings.victim_for_slot(user, request, self._tokens_left)
-                if victim is None:
-                    if request.num_preemptions:
-                        continue  # nobody has earned a turn yet that it could take
+                if victim is not None:
+                    self._evict(victim)
+                    newcomers.append((user, request))
+                elif was_displaced:
+                    nobody_has_earned_a_turn = True
+                else:
                     break
-                self._evict(victim)
-                newcomers.append((user, request))
         return newcomers
 
     def _may_admit(self, user: User[Request], request: Request) -> bool:
