@@ -9,7 +9,7 @@ The rules, between users of one priority class:
    room that nobody will need: not what is kept for others, nor what residents will grow into.
 3. The room that a user within its entitlement leaves is kept for a while, so that its next request
    finds room and nobody has to give way in the moment of need.
-4. A holder gives way to a newcomer only if its share stays the greater of the two even so: nobody
+4. A holder gives way to a newcomer only if its share is not the smaller of the two even so: nobody
    trades places for nothing.
 
 With one user present nothing is held back but the little that rule 3 keeps, and that not for long.

@@ -10,7 +10,7 @@ The rules:
 A user that holds nothing has no share, so its turn stays the same from step to step: these turns
 are kept in order, and a step touches only those that it takes. The others are as many as there are
 residents at most; theirs are put in order in each step anew. So ten thousand requests that wait
-cost a step nothing, whether one user sent them or ten thousand did.
+for room cost a step nothing, whether one user sent them or ten thousand did.
 """
 
 import heapq
@@ -30,11 +30,12 @@ _SMALL_HEAP = 64
 
 
 class Turn(NamedTuple, Generic[R]):
-    """When a line's turn comes: less comes first, and no two places are the same."""
+    """When a line's turn comes: less comes first."""
 
     priority_class: int
     share: float
     place: Place
+    number: int  # no two are the same, though places are under the priority policy
     line: "Line[R]"
 
 
@@ -89,6 +90,7 @@ class Lines(Generic[R]):
         self._line_of: dict[R, Line[R]] = {}
         self._parked: WakeUps[User[R]] = WakeUps()
         self._in_order: list[Turn[R]] = []  # without a share; may hold turns that do not count
+        self._count = 0
         self._with_share: dict[User[R], Line[R]] = {}
         # Of the current step.
         self._turns: list[Turn[R]] | None = None  # of those with a share, and the second ones
@@ -175,7 +177,10 @@ class Lines(Generic[R]):
             self._had_turn.append(line)
 
     def heads(self, most: int) -> list[tuple[User[R], R]]:
-        """Return the first requests of the users that are not parked, in order of their turns."""
+        """Return the first requests of the users that are not parked, in order of their turns.
+
+        In the middle of a step those are missing that had their turn.
+        """
         turns = self._turns_of_holders()
         kept: list[Turn[R]] = []
         while len(kept) < most and self._first_in_order() is not None:
@@ -213,7 +218,8 @@ class Lines(Generic[R]):
 
     def _turn(self, line: Line[R]) -> Turn[R]:
         place = line.head()[0]
-        return Turn(place[0], self._share_of(line.user), place, line)
+        self._count += 1
+        return Turn(place[0], self._share_of(line.user), place, self._count, line)
 
     def _enqueue(self, line: Line[R]) -> None:
         turn = self._turn(line)

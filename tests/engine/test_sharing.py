@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from engine_bed import EOS, NS_PER_MS, Bed, sampling_params
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 
 def flooded(streams: int = 64, **kwargs: Any) -> Bed:
@@ -435,3 +435,58 @@ def test_nine_users_get_in_as_soon_beside_a_flood_as_beside_one_stream() -> None
     for part in (0.5, 0.95):
         calm, flooded = (each[int(part * len(each))] for each in waits.values())
         assert flooded <= calm + 0.01
+
+
+class _Grammar:
+    """What vLLM looks at while a grammar is compiled; once it is there, it asks for no more."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.is_compiled = False
+        request.structured_output_request = self
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+    @property
+    def grammar(self) -> object:
+        if not self.is_compiled:
+            return None
+        self._request.structured_output_request = None
+        return self
+
+
+def test_request_with_a_grammar_gets_into_a_full_house_once_it_is_compiled() -> None:
+    """Nobody gives way before, and one paused request does then."""
+    bed = Bed({"flood": 40}, step_ms=20, max_num_seqs=8, max_num_active_seqs=4)
+    for _ in range(20):
+        bed.add("flood", prompt=4, tokens=200)
+    bed.run(until_ms=500)
+    with_grammar = bed.add("quiet", prompt=4, tokens=2)
+    grammar = _Grammar(bed.requests[with_grammar])
+    bed.run(until_ms=1_000)
+    assert len(bed.residents()) == 8
+    assert sum(each.num_preemptions for each in bed.requests.values()) == 0
+    grammar.is_compiled = True
+    bed.step()
+    bed.step()
+    assert bed.answers[with_grammar]
+
+
+def test_who_left_the_list_in_place_and_came_back_is_there() -> None:
+    """vLLM takes a session out of `running` at the end of its turn and appends it in the next."""
+    bed = Bed({"slow": 5}, step_ms=20, max_num_seqs=8)
+    for _ in range(2):
+        bed.add("slow", prompt=4, tokens=20)
+    session = bed.add("talk", prompt=4, tokens=50)
+    bed.run(until_ms=400)
+    scheduler, request = bed.scheduler, bed.requests[session]
+    assert len(scheduler._pauses) == 2
+    scheduler.running.remove(request)
+    update = scheduler._update_after_schedule
+
+    def append_and_update(output: Any) -> None:
+        scheduler.running.append(request)
+        update(output)
+
+    scheduler._update_after_schedule = append_and_update
+    bed.step()
+    assert bed.residents().count(session) == 1

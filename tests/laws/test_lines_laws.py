@@ -24,6 +24,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.now_ns = 0
         self.count = 0
         self.turn_over: set[User[str]] = set()
+        self.is_under_way = False
         self.lines.begin_step(0)
 
     def head(self, user: User[str]) -> tuple[tuple[int, float, str], str] | None:
@@ -69,6 +70,7 @@ class AnyOrder(RuleBasedStateMachine):
         for _ in range(count):
             expected = self.expected()
             line = self.lines.take_turn()
+            self.is_under_way = True
             assert (line.user if line else None) is (expected[0] if expected else None)
             if line is None:
                 return
@@ -90,16 +92,18 @@ class AnyOrder(RuleBasedStateMachine):
                     self.lines.park(user, self.now_ns + 10)
 
     @precondition(lambda self: self.out)
-    @rule(data=st.data(), comes_back=st.booleans())
-    def give_back(self, data: st.DataObject, comes_back: bool) -> None:
+    @rule(data=st.data(), comes_back=st.booleans(), keeps_place=st.booleans())
+    def give_back(self, data: st.DataObject, comes_back: bool, keeps_place: bool) -> None:
         """A request that was taken out ends, or stands at the head of its line again."""
-        request, user, (priority, _, _) = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        request, user, old = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
         self.shares[user] -= 1.0
         if comes_back:
             self.count += 1
-            self.waiting[request] = user, (priority, -self.count, "")
+            place = old if keeps_place else (old[0], -self.count, "")
+            self.waiting[request] = user, place
             line = self.lines.add(user, request, self.waiting[request][1])
             self.lines.end_turn(line)
+            self.is_under_way = True
             self.turn_over.add(user)
         else:
             self.next_step(0)  # in the middle of a step nothing ends
@@ -118,13 +122,14 @@ class AnyOrder(RuleBasedStateMachine):
         """A new step begins: everybody has a turn again."""
         self.now_ns += ns
         self.turn_over.clear()
+        self.is_under_way = False
         self.parked = {user: at for user, at in self.parked.items() if at > self.now_ns}
         self.lines.begin_step(self.now_ns)
 
     @rule(most=st.integers(1, 6))
     def look(self, most: int) -> None:
         """To look at the first, in the middle of a step too, changes nothing."""
-        if not self.turn_over:
+        if not self.is_under_way:
             heads = [(user, self.head(user)[1]) for user in self.expected()]
             assert self.lines.heads(most) == heads[:most]
         self.lines.heads(most)

@@ -48,3 +48,15 @@ def test_who_holds_something_comes_after_who_holds_nothing() -> None:
         if line:
             lines.give_another_turn(line)
     assert taken == ["0", "2", "1"]
+
+
+def test_a_request_that_waits_again_takes_its_old_place() -> None:
+    """Under the priority policy places recur; a turn of its line of before is not in the way."""
+    lines = Lines(lambda user: 0.0)
+    one, other, place = user("one"), user("other"), (0, 1.0, "request")
+    lines.add(one, "request", place)
+    lines.discard("request")
+    lines.add(one, "request", place)
+    lines.add(other, "later", (0, 2.0, "later"))
+    lines.begin_step(0)
+    assert [request for _, request in lines.heads(3)] == ["request", "later"]

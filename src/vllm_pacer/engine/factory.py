@@ -30,7 +30,7 @@ class PacedSchedulerFactory:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Build the scheduler that fits the engine's configuration, in the engine's process."""
         # Imported here, since only the engine's process needs vLLM's schedulers.
-        from vllm_pacer.engine.seams import check_scheduler_attributes, check_seams, vllm_imports
+        from vllm_pacer.engine.seams import check_seams, vllm_imports
         from vllm_pacer.engine.snapshot import SnapshotWriter
 
         check_seams()
@@ -41,7 +41,6 @@ class PacedSchedulerFactory:
         scheduler_cls = PacedAsyncScheduler if is_async else PacedScheduler
         snapshot = SnapshotWriter(self.snapshot_path) if self.snapshot_path else None
         scheduler = scheduler_cls(*args, pacing=self.pacing, snapshot=snapshot, **kwargs)
-        check_scheduler_attributes(scheduler)
         install_idle_wait()
         scheduler.log_limits()
         for warning in self.pacing.warnings():

@@ -10,8 +10,9 @@ The rules:
 2. Paused requests are taken out of `running` while `super().schedule()` runs and put back at its
    end, so between two calls vLLM sees all its residents and within one only those that may run.
    They keep slot, KV and history.
-3. `running` is always the visible requests, then the paused ones. The visible ones are in vLLM's
-   own order, but for those that have gone on after a pause, which come first.
+3. `running` is always the visible requests, then prompts that missed the step, then the paused
+   ones. The visible ones are in vLLM's own order, but for those that have gone on after a pause,
+   which come first.
 4. A paused request gives way when KV blocks run out: it is preempted before a visible one.
 5. Nothing here waits for a result, so synchronous and asynchronous scheduling differ only in how
    many steps are in flight when a charge is settled.
@@ -246,7 +247,9 @@ class PacedScheduler(SharingScheduler):
         self._is_hiding = False
         del self.kv_cache_manager.allocate_slots
         visible, changes = self.running, self._pauses.changes
-        if self._held_back or changes != self._shown_changes or visible != self._shown_visible:
+        is_whole = len(self._shown) == len(visible) + len(self._pauses)  # vLLM may remove in place
+        is_same = changes == self._shown_changes and visible == self._shown_visible
+        if self._held_back or not (is_whole and is_same):
             self._shown = [*visible, *self._held_back, *self._pauses]
             self._shown_visible, self._shown_changes = visible, changes
             if self._held_back:

@@ -76,6 +76,12 @@ _ALLOCATE = (
     "full_sequence_must_fit, reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids"
 )
 
+FLAG_SEAMS = (
+    Seam(_ARGS, "EngineArgs.add_cli_args", ("parser",), "the flags"),
+    Seam(_ARGS, "EngineArgs.from_cli_args", ("cls, args",), "the flags"),
+)
+"""What has to be there for the flags to be offered; the rest is checked when one is given."""
+
 SEAMS = (
     Seam(_SCHEDULER, "Scheduler.schedule", ("self, throttle_prefills",), "one step"),
     Seam(
@@ -150,8 +156,7 @@ SEAMS = (
         ("self",),
         "choosing the scheduler when the engine is built",
     ),
-    Seam(_ARGS, "EngineArgs.add_cli_args", ("parser",), "the flags"),
-    Seam(_ARGS, "EngineArgs.from_cli_args", ("cls, args",), "the flags"),
+    *FLAG_SEAMS,
     Seam(
         _ARGS,
         "EngineArgs.create_engine_config",
@@ -173,9 +178,6 @@ SEAMS = (
         "the counters in /metrics with several API servers",
     ),
 )
-
-FLAG_SEAMS = tuple(seam for seam in SEAMS if seam.use == "the flags")
-"""What has to be there for the flags to be offered; the rest is checked when one is given."""
 
 SCHEDULER_ATTRIBUTES = (
     "_pause_state",

@@ -29,6 +29,7 @@ from vllm_pacer.clock import NS_PER_SECOND, Clock, MonotonicClock
 from vllm_pacer.config import PacerConfig
 from vllm_pacer.engine.holdings import Holdings
 from vllm_pacer.engine.identity import user_of
+from vllm_pacer.engine.seams import check_scheduler_attributes
 from vllm_pacer.engine.waiting import WaitingQueue
 from vllm_pacer.fairness import FairShare, FirstCome, Member
 from vllm_pacer.limiter import Account, OutputRateLimiter
@@ -43,6 +44,7 @@ _ALL = 1 << 62
 _SOON_NS = NS_PER_SECOND
 """Whoever waits for a token that comes later has no claim to room yet."""
 
+_COMPILING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _STEPS_WITHOUT_KEEPING = 8
@@ -64,6 +66,7 @@ class SharingScheduler(Scheduler):
 
     def __init__(self, *args: Any, pacing: PacerConfig, clock: Clock | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_scheduler_attributes(self)
         self._pacing = pacing
         self._on_cpu = current_platform.is_cpu()
         self._clock = clock or MonotonicClock()
@@ -174,6 +177,8 @@ class SharingScheduler(Scheduler):
         nobody_has_earned_a_turn = False  # that a displaced request could take
         for user, request in self.waiting.heads(self._active_limit):
             if self._no_newcomer_before.get(user, 0) > self._step.number:
+                continue
+            if request.status == _COMPILING and not self._handle_blocked_waiting_request(request):
                 continue
             if free > 0:
                 if self._may_admit(user, request):
@@ -489,7 +494,8 @@ class SharingScheduler(Scheduler):
         if not at_quota:
             return running
         users = {self._owner(request) for request in at_quota}
-        is_waited_for = any(user not in users for user, _ in self.waiting.heads(2)) or any(
+        heads = self.waiting.heads(len(users) + 1)
+        is_waited_for = any(user not in users for user, _ in heads) or any(
             is_mid_prefill(request) and self._owner(request) not in users for request in running
         )
         if not is_waited_for:

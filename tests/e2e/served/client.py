@@ -50,7 +50,9 @@ class Client:
 
     async def __aenter__(self) -> "Client":
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            # The server closes what has been idle for five seconds, perhaps while we use it.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
 
