@@ -2,7 +2,8 @@
 
 A quiet user sends short requests one after another: alone, beside a neighbour with one stream, and
 beside the same neighbour with many. The neighbour is limited, so its streams together do the same
-work in all phases, and what differs is only how many of them there are.
+work in all phases, and what differs is only how many of them there are. For the same reason its prompts are one token long,
+except where prompts are what is measured.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from paths import SMOLLM2
 from serving import VERSION, launched, throughput
 
 RUNS = 3
-QUIET_REQUESTS = 150
+QUIET_REQUESTS = 100
 QUIET_TOKENS = 12
 NEIGHBOUR_TOKENS = 4000
 NEIGHBOUR_RATE = 40
@@ -102,7 +103,7 @@ def latencies(answers: list[Answer]) -> dict[str, float]:
 
 @asynccontextmanager
 async def neighbour(
-    server: Server, client: Client, streams: int, prompt_tokens: int, tokens: int | None = None
+    client: Client, streams: int, prompt_tokens: int, tokens: int | None = None
 ) -> AsyncIterator[tuple[list[Answer], list["asyncio.Task[Answer]"]]]:
     """Open the neighbour's streams and wait until the server has them all."""
     tokens = tokens or NEIGHBOUR_TOKENS // streams
@@ -116,21 +117,31 @@ async def neighbour(
         for answer in answers
     ]
     try:
-        while sum(bool(answer.status) for answer in answers) < streams:
-            await asyncio.sleep(0.2)
-        while not any(answer.arrivals_ns for answer in answers):
+        while not (
+            all(answer.status for answer in answers)
+            and any(answer.arrivals_ns for answer in answers)
+        ):
+            for task in tasks:
+                if task.done():
+                    task.result()  # it may have failed
             await asyncio.sleep(0.2)
         yield answers, tasks
     finally:
         await cancelled(tasks)
 
 
-async def phase(server: Server, streams: int, prompt_tokens: int, to_the_end: bool) -> dict:
+async def phase(
+    server: Server,
+    streams: int,
+    prompt_tokens: int = 1,
+    tokens: int | None = None,
+    to_the_end: bool = False,
+) -> dict:
     """Measure the quiet user beside a neighbour."""
     async with Client(server.url) as client:
         if not streams:
             return {"streams": 0, **latencies(await quiet(client))}
-        async with neighbour(server, client, streams, prompt_tokens) as (answers, tasks):
+        async with neighbour(client, streams, prompt_tokens, tokens) as (answers, tasks):
             await quiet(client, 5)
             measured = await quiet(client)
             end_ns = measured[-1].arrivals_ns[-1]
@@ -152,11 +163,11 @@ def beside_streams() -> list[dict]:
     """Measure the quiet user alone and beside one and many streams, several times."""
     rows = []
     with engine(LIMITS) as server:
-        asyncio.run(phase(server, 0, 4, False))  # warm
+        asyncio.run(phase(server, 0))  # warm
         for run in range(RUNS):
             one: dict[str, float] = {}
             for streams in (0, 1, *STREAMS):
-                row = asyncio.run(phase(server, streams, 4, run == 0 and streams > 1))
+                row = asyncio.run(phase(server, streams, to_the_end=run == 0 and streams > 1))
                 one = row if streams == 1 else one
                 rows.append({"run": run, **row, **ratios(row, one)})
                 print(rows[-1], flush=True)
@@ -185,7 +196,7 @@ def beside_long_prompts() -> list[dict]:
         chunk = asyncio.run(chunk_ms())
         rows = []
         for run in range(RUNS):
-            row = asyncio.run(phase(server, 64, 800, False))
+            row = asyncio.run(phase(server, 64, 800))
             rows.append({"run": run, "chunk_ms": chunk, **row})
             print(rows[-1], flush=True)
         return rows
@@ -195,10 +206,11 @@ def beside_full_cache() -> list[dict]:
     """Measure the quiet user while paused residents hold all KV blocks and slots are free."""
     rows = []
     with engine(LIMITS, "--num-gpu-blocks-override", "41", "--block-size", "128") as server:
-        asyncio.run(phase(server, 0, 4, False))
+        asyncio.run(phase(server, 0))
         for run in range(RUNS):
-            one = asyncio.run(phase(server, 1, 4, False))
-            row = asyncio.run(phase(server, 64, 300, False))
+            one = asyncio.run(phase(server, 1))
+            # Long answers, so that what fills the cache are residents and not their prompts.
+            row = asyncio.run(phase(server, 16, 300, tokens=300))
             rows.append({"run": run, **row, **ratios(row, one)})
             print(rows[-1], flush=True)
     return rows
@@ -206,7 +218,7 @@ def beside_full_cache() -> list[dict]:
 
 async def ten(server: Server, streams: int) -> dict[str, list[Answer]]:
     """Run nine quiet users beside one with so many streams."""
-    async with Client(server.url) as client, neighbour(server, client, streams, 4, tokens=2000):
+    async with Client(server.url) as client, neighbour(client, streams, 1, tokens=2000):
         users = [f"quiet-{number}" for number in range(9)]
         answers = await asyncio.gather(*(quiet(client, 40, user) for user in users))
     return dict(zip(users, answers, strict=True))
@@ -216,7 +228,7 @@ def ten_users() -> list[dict]:
     """Measure nine quiet users beside a calm and a flooding tenth; nobody is limited."""
     rows = []
     with engine({"default": None}) as server:
-        asyncio.run(phase(server, 0, 4, False))
+        asyncio.run(phase(server, 0))
         for run in range(RUNS):
             calm, flooded = (asyncio.run(ten(server, streams)) for streams in (1, 64))
             both = [
@@ -284,7 +296,7 @@ def throughput_with_weights() -> list[dict]:
     config = {"default": None, "weights": {f"user-{n}": 2**n for n in range(3)}}
     with tempfile.TemporaryDirectory() as folder:
         limits = limits_in(Path(folder), config)
-        return [throughput("sync", limits, (*MODEL, *SIZES), users=3)]
+        return [throughput("sync", limits, (*MODEL, *SIZES), users=3, process_pairs=1)]
 
 
 def measure() -> dict:

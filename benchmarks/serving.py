@@ -19,10 +19,10 @@ from served.client import Client, arrivals_of
 from served.server import API_SERVER, LANES, Server, launched, wait_until_ready
 
 VERSION = "0.32.0"
-PROCESS_PAIRS = 3  # where a process happens to lie in memory is worth some hundredths
+PROCESS_PAIRS = 2  # where a process happens to lie in memory is worth some hundredths
 RUNS = 12  # of each pair
 STREAMS = 16
-TOKENS = 160
+TOKENS = 120
 FAR_AWAY = ("--default-user-output-tokens-per-second", "1000000")
 
 BURST_SECONDS = 0.1
@@ -74,7 +74,11 @@ def _alone(server: Server, servers: Iterable[Server]) -> Iterator[None]:
 
 
 def throughput(
-    lane: str, limits: Sequence[str] = FAR_AWAY, both: Sequence[str] = (), users: int = STREAMS
+    lane: str,
+    limits: Sequence[str] = FAR_AWAY,
+    both: Sequence[str] = (),
+    users: int = STREAMS,
+    process_pairs: int = PROCESS_PAIRS,
 ) -> dict[str, Any]:
     """Measure stock and ours in one lane, in turns.
 
@@ -83,10 +87,11 @@ def throughput(
         limits: The flags that only ours has.
         both: The flags that both have.
         users: How many users share the streams.
+        process_pairs: How often both servers are started.
 
     """
     runs: dict[str, list[float]] = {"stock": [], "ours": []}
-    for _ in range(PROCESS_PAIRS):
+    for _ in range(process_pairs):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             servers = {}
             for name, args in (("stock", both), ("ours", (*both, *limits))):
