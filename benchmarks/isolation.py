@@ -2,8 +2,8 @@
 
 A quiet user sends short requests one after another: alone, beside a neighbour with one stream, and
 beside the same neighbour with many. The neighbour is limited, so its streams together do the same
-work in all phases, and what differs is only how many of them there are. For the same reason its prompts are one token long,
-except where prompts are what is measured.
+work in all phases, and what differs is only how many of them there are. For the same reason its
+prompts are one token long, except where prompts are what is measured.
 """
 
 import asyncio
