@@ -22,8 +22,8 @@ def engine_args(**changes: Any) -> EngineArgs:
     return EngineArgs(**settings | changes)
 
 
-def new_scheduler() -> Scheduler:
-    """Return a scheduler of vLLM's own."""
+def new_scheduler(cls: type[Scheduler] = Scheduler, **kwargs: Any) -> Scheduler:
+    """Return a scheduler, vLLM's own if no other class is named."""
     config = engine_args(block_size=BLOCK_SIZE).create_engine_config()
     config.cache_config.num_gpu_blocks = BLOCKS
     spec = FullAttentionSpec(
@@ -32,11 +32,12 @@ def new_scheduler() -> Scheduler:
     kv_cache_config = KVCacheConfig(
         num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
     )
-    return Scheduler(
+    return cls(
         vllm_config=config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,
+        **kwargs,
     )
 
 

@@ -34,17 +34,17 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import RequestStatus
 
-from vllm_pacer.config import make_config
+from vllm_pacer.config import PacerConfig, make_config
 from vllm_pacer.engine import seams
 from vllm_pacer.engine.factory import PacedSchedulerFactory
 from vllm_pacer.engine.flags import install_engine_config
+from vllm_pacer.engine.scheduler import PacedScheduler
 from vllm_pacer.engine.seams import (
     REQUEST_ATTRIBUTES,
     SCHEDULER_ATTRIBUTES,
     SEAMS,
     Seam,
     SeamError,
-    check_scheduler_attributes,
     check_seams,
     version_problem,
 )
@@ -192,12 +192,19 @@ def test_engine_attributes_are_set(owner: type, table: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULER_ATTRIBUTES)
-def test_a_missing_scheduler_attribute_stops_with_its_name(name: str) -> None:
-    """A scheduler that lacks one of the attributes is not run."""
-    scheduler = new_scheduler()
-    delattr(scheduler, name)
+def test_a_missing_scheduler_attribute_stops_with_its_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that lacks one of the attributes is not built, and does not fail otherwise."""
+    init = scheduler_module.Scheduler.__init__
+
+    def init_without(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        init(scheduler, *args, **kwargs)
+        delattr(scheduler, name)
+
+    monkeypatch.setattr(scheduler_module.Scheduler, "__init__", init_without)
     with pytest.raises(SeamError, match=rf"has no {name}\."):
-        check_scheduler_attributes(scheduler)
+        new_scheduler(PacedScheduler, pacing=PacerConfig(default=1))
 
 
 # --- versions -----------------------------------------------------------------------------------
