@@ -91,7 +91,11 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
             for needed, value in _STAND_INS.items():
                 if needed not in vars(self):
                     setattr(self, needed, value)
-            with patch.object(Scheduler, "__init__"), patch.object(AsyncScheduler, "__init__"):
+            with (
+                patch.object(Scheduler, "__init__"),
+                patch.object(AsyncScheduler, "__init__"),
+                patch("vllm_pacer.engine.sharing.check_scheduler_attributes"),
+            ):
                 ours.__init__(self, pacing=pacing)
             return self._pauses
 
