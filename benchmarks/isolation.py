@@ -167,7 +167,9 @@ def beside_streams() -> list[dict]:
         for run in range(RUNS):
             one: dict[str, float] = {}
             for streams in (0, 1, *STREAMS):
-                row = asyncio.run(phase(server, streams, to_the_end=run == 0 and streams > 1))
+                row = asyncio.run(
+                    phase(server, streams, to_the_end=run == 0 and streams == STREAMS[-1])
+                )
                 one = row if streams == 1 else one
                 rows.append({"run": run, **row, **ratios(row, one)})
                 print(rows[-1], flush=True)
