@@ -162,12 +162,13 @@ def measure() -> dict[str, Any]:
     for name in ORDERS:
         works = in_order(name)
         tokens = sum(work.prompt_tokens + work.output_tokens for work in works)
-        first_come = rows[0]["difference"] if rows else difference(works)
+        own = difference(works)
+        first_come = rows[0]["difference"] if rows else own
         rows.append(
             {
                 "order": name,
-                "difference": difference(works),
-                "of_first_come": difference(works) / first_come,
+                "difference": own,
+                "of_first_come": own / first_come,
                 "tokens_per_second": tokens * 1e9 / max(work.last_ns for work in works),
                 "finished": sum(bool(work.last_ns) for work in works),
             }

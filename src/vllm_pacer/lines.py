@@ -9,8 +9,8 @@ The rules:
 
 A user that holds nothing has no share, so its turn stays the same from step to step: these turns
 are kept in order, and a step touches only those that it takes. The others are as many as there are
-residents at most; theirs are put in order in each step anew. So ten thousand requests that wait
-for room cost a step nothing, whether one user sent them or ten thousand did.
+residents at most; theirs are put in order in each step anew. So a step costs the same with ten
+thousand requests that wait for room as with a hundred, whoever sent them.
 """
 
 import heapq

@@ -2,9 +2,8 @@
 
 vLLM looks at the head of its queue, pops what it admits or skips, and puts back what it skipped. In
 this queue the head is the next request in fair order among those that may be admitted now, and the
-queue counts as empty when there is none. So a user's ten thousandth waiting request costs a step
-nothing. Its length and what it iterates over are all the requests that wait, as everybody else
-expects.
+queue counts as empty when there is none; whose turn is next is kept in `Lines`. Its length and what
+it iterates over are all the requests that wait, as everybody else expects.
 
 What has been popped and was not put back is resident.
 """
