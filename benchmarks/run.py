@@ -33,7 +33,7 @@ def circumstances(name: str) -> Result:
     return {
         "command": f"python benchmarks/run.py {name}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": _output("git", "describe", "--always", "--dirty"),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
