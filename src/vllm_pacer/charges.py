@@ -12,22 +12,39 @@ Hence, per user and after every step: charged = emitted + in flight + aborted in
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
 
 from vllm_pacer.limiter import Account, OutputRateLimiter
 
-_tokens = itemgetter(1)
+
+class Charges:
+    """Who is charged how many tokens. Steps that charge the same share it: it never changes.
+
+    Args:
+        by_request: The account that is charged for each request, and the tokens.
+    """
+
+    __slots__ = ("by_account", "by_request", "tokens")
+
+    def __init__(self, by_request: Mapping[str, tuple[Account, int]]) -> None:
+        self.by_request = by_request
+        self.by_account: dict[Account, int] = {}
+        for account, tokens in by_request.values():
+            self.by_account[account] = self.by_account.get(account, 0) + tokens
+        self.tokens = sum(self.by_account.values())
+
+
+NO_CHARGES = Charges({})
 
 
 class Step:
-    """The charges of one engine step: by request, the account charged and the tokens."""
+    """One engine step, and what it can still be refunded once it is in flight."""
 
     __slots__ = ("charges", "number", "tokens")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.charges: dict[str, tuple[Account, int]] = {}
-        self.tokens = 0  # the sum of `charges`, from the dispatch on
+        self.charges: Mapping[str, tuple[Account, int]] = NO_CHARGES.by_request
+        self.tokens = 0  # the sum of `charges`
 
 
 class Ledger:
@@ -46,24 +63,30 @@ class Ledger:
         self.refunded_tokens = 0
 
     def begin(self, now_ns: int) -> Step:
-        """Start a step at `now_ns`; whoever dispatches it adds its `charges`."""
+        """Start a step at `now_ns`."""
         return Step(self._limiter.begin_step(now_ns))
 
-    def dispatch(self, step: Step) -> None:
-        """Put a step in flight; without charges it is over at once."""
-        if not step.charges:
+    def dispatch(self, step: Step, charges: Charges) -> None:
+        """Put a step in flight, whose charges have been taken; without any it is over at once."""
+        tokens = charges.tokens
+        if not tokens:
             self._limiter.end_step(step.number)
             return
-        step.tokens = sum(map(_tokens, step.charges.values()))
-        self.charged_tokens += step.tokens
+        step.charges, step.tokens = charges.by_request, tokens
+        self.charged_tokens += tokens
         self._in_flight[step.number] = step
 
     def keep(self, request_ids: Iterable[str]) -> None:
         """Make the charges of aborted requests final."""
-        for request_id in request_ids:
-            for step in self._in_flight.values():
-                if request_id in step.charges:
-                    step.tokens -= step.charges.pop(request_id)[1]
+        kept = {*request_ids}
+        for step in self._in_flight.values():
+            if not kept.isdisjoint(step.charges):
+                step.charges = {
+                    request_id: charge
+                    for request_id, charge in step.charges.items()
+                    if request_id not in kept
+                }
+                step.tokens = sum(tokens for _, tokens in step.charges.values())
 
     def settle(self, step: Step, emitted: Mapping[str, int], now_ns: int) -> None:
         """Refund what a step was charged and did not emit, and forget the step.

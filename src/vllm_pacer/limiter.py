@@ -81,7 +81,6 @@ class OutputRateLimiter:
         self._accounts: dict[str, Account] = {}
         self._cleanup_queue: deque[Account] = deque()
         self._open_steps: dict[int, None] = {}
-        self._oldest_open_step = 0
         self._step = 0
         self._now_ns = 0
 
@@ -107,15 +106,12 @@ class OutputRateLimiter:
         """
         self._step += 1
         self._now_ns = now_ns
-        if not self._open_steps:
-            self._oldest_open_step = self._step
         self._open_steps[self._step] = None
         return self._step
 
     def end_step(self, step: int) -> None:
         """Close a step: none of its charges will be refunded any more."""
         del self._open_steps[step]
-        self._oldest_open_step = next(iter(self._open_steps), self._step + 1)
 
     def try_take(self, user: str, tokens: int = 1) -> bool:
         """Take `tokens` from the user's quota at the instant of the current step, or none."""
@@ -227,9 +223,12 @@ class OutputRateLimiter:
     def _is_idle(self, account: Account) -> bool:
         return (
             account.requests == 0
-            and account.step < self._oldest_open_step
+            and account.step < self._oldest_open_step()
             and account.tat <= self._now_ns * account._scale
         )
+
+    def _oldest_open_step(self) -> int:
+        return next(iter(self._open_steps), self._step + 1)
 
     def _enter_step(self, account: Account) -> None:
         """Prepare the account for charges at the instant of the current step."""
@@ -238,7 +237,7 @@ class OutputRateLimiter:
         if level <= 0:
             account.tat = now
             account.earlier = ()  # all charges have drained
-        elif account.step >= self._oldest_open_step:
+        elif account.step >= self._oldest_open_step():
             earlier = account.earlier
             if earlier:
                 earlier = self._still_open(earlier, level)
@@ -252,7 +251,7 @@ class OutputRateLimiter:
     def _still_open(
         self, charges: tuple[tuple[int, int], ...], level: int
     ) -> tuple[tuple[int, int], ...]:
-        oldest = self._oldest_open_step
+        oldest = self._oldest_open_step()
         if charges[-1][0] < oldest:
             return ()
         return tuple((step, _lower(low, level)) for step, low in charges if step >= oldest)

@@ -127,26 +127,36 @@ class Lines(Generic[R]):
                 del self._lines[line.user]
                 self._with_share.pop(line.user, None)
                 self._parked.drop(line.user)
+                if not self._lines:
+                    self._in_order.clear()
             elif line.turn is not None:
                 self._enqueue(line)
         return line
 
     def length_of(self, user: User[R]) -> int:
         """Return how many requests of the user wait."""
-        return len(self._lines[user])
+        line = self._lines.get(user)
+        return 0 if line is None else len(line)
 
     # --- turns --------------------------------------------------------------------------------
 
-    def begin_step(self, now_ns: int) -> None:
-        """Give a turn to those that had theirs in the last step or whose instant has come."""
+    def begin_step(self, now_ns: int) -> list[User[R]]:
+        """Give a turn to those that had theirs in the last step or whose instant has come.
+
+        Returns:
+            The users that were parked and are not any more.
+        """
         self._turns = None
         if self._had_turn:
             for line in self._had_turn:
                 if line:
                     self._enqueue(line)
             self._had_turn.clear()
+        unparked: list[User[R]] = []
         while self._parked and (wake_up := self._parked.pop_due(now_ns)) is not None:
             self._enqueue(self._lines[wake_up.item])
+            unparked.append(wake_up.item)
+        return unparked
 
     def take_turn(self) -> Line[R] | None:
         """Return the line whose turn is next in this step, or `None`."""
@@ -201,6 +211,10 @@ class Lines(Generic[R]):
         if user in self._parked:
             self._parked.drop(user)
             self._enqueue(self._lines[user])
+
+    def is_parked(self, user: User[R]) -> bool:
+        """Return whether the user is parked."""
+        return user in self._parked
 
     def parked(self, until_ns: int) -> list[tuple[User[R], R]]:
         """Return the first requests of the users that are parked no longer than to an instant."""

@@ -635,7 +635,6 @@ class Bed:
         assert _held_by(scheduler._ledger) == {}
         assert not scheduler._dispatched
         assert not scheduler._limiter._open_steps
-        assert scheduler._steps_in_flight == 0
         assert not scheduler._spent
         assert not scheduler._refused
         assert not scheduler._prefills

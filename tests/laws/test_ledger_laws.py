@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from oracle import excess_tokens, level_ns
 
-from vllm_pacer.charges import Ledger, Step
+from vllm_pacer.charges import Charges, Ledger, Step
 from vllm_pacer.limiter import Account, OutputRateLimiter
 from vllm_pacer.quota import Quota
 
@@ -87,13 +87,14 @@ class LedgerMachine(RuleBasedStateMachine):
         step = self.ledger.begin(self.now_ns)
         self.limiter.cleanup_idle_users()
         flight = InFlight(step)
+        charges: dict[str, tuple[Account, int]] = {}
         for request, tokens in asks.items():
             account = self.limiter.account(request[0])
             if self.limiter.take(account, tokens):
-                step.charges[request] = account, tokens
+                charges[request] = account, tokens
                 flight.charges[request] = Charge(request, self.now_ns, tokens)
                 self.charged_tokens += tokens
-        self.ledger.dispatch(step)
+        self.ledger.dispatch(step, Charges(charges))
         self.survivors += flight.charges.values()
         if flight.charges:
             self.in_flight.append(flight)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_pacer.charges import Ledger, Step
+from vllm_pacer.charges import Charges, Ledger, Step
 from vllm_pacer.limiter import Account, OutputRateLimiter
 from vllm_pacer.quota import Quota
 
@@ -23,19 +23,14 @@ class Engine:
     def _on_refund(self, account: Account) -> None:
         self.refunds.append(account.user)
 
-    def begin(self, now_ns: int, charges: dict[str, int]) -> Step:
-        """Start a step that charges requests, whose user is the first letter of their name."""
+    def dispatch(self, now_ns: int, tokens_of: dict[str, int]) -> Step:
+        """Dispatch a step that charges requests, whose user is the first letter of their name."""
         step = self.ledger.begin(now_ns)
-        for request, tokens in charges.items():
-            account = self.limiter.account(request[0])
-            assert self.limiter.take(account, tokens)
-            step.charges[request] = account, tokens
-        return step
-
-    def dispatch(self, now_ns: int, charges: dict[str, int]) -> Step:
-        """Do the same and dispatch it."""
-        step = self.begin(now_ns, charges)
-        self.ledger.dispatch(step)
+        by_request: dict[str, tuple[Account, int]] = {}
+        for name, tokens in tokens_of.items():
+            by_request[name] = self.limiter.account(name[0]), tokens
+            assert self.limiter.take(*by_request[name])
+        self.ledger.dispatch(step, Charges(by_request))
         return step
 
     def level_ns(self, user: str, now_ns: int) -> int:
@@ -165,3 +160,17 @@ def test_a_step_is_settled_once(engine: Engine) -> None:
     with pytest.raises(ValueError, match="has ended"):
         engine.ledger.settle(step, {}, 0)
     assert engine.counters() == (1, 1)
+
+
+def test_steps_that_share_their_charges_are_settled_each_for_itself(engine: Engine) -> None:
+    """To keep an aborted request's charge in one step leaves the charges that steps share alone."""
+    charges = Charges(
+        {"a1": (engine.limiter.account("a"), 1), "b1": (engine.limiter.account("b"), 1)}
+    )
+    first = engine.ledger.begin(0)
+    engine.ledger.dispatch(first, charges)
+    engine.ledger.keep(["a1"])
+    second = engine.ledger.begin(1)
+    engine.ledger.dispatch(second, charges)
+    assert ([*first.charges], [*second.charges]) == (["b1"], ["a1", "b1"])
+    assert (first.tokens, second.tokens, charges.tokens) == (1, 2, 2)

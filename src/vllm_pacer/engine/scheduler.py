@@ -34,7 +34,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_pacer.charges import Ledger, Step
+from vllm_pacer.charges import NO_CHARGES, Charges, Ledger, Step
 from vllm_pacer.clock import NS_PER_SECOND, Clock
 from vllm_pacer.config import PacerConfig
 from vllm_pacer.engine.sharing import SharingScheduler, is_mid_prefill
@@ -69,7 +69,6 @@ class PacedScheduler(SharingScheduler):
         self._snapshot = snapshot
         self._ledger = Ledger(self._limiter, self._on_refund)
         self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
-        self._steps_in_flight = 0
 
         # Of the current step, or the last one between two.
         self._refused: dict[Request, None] = {}
@@ -91,8 +90,7 @@ class PacedScheduler(SharingScheduler):
 
         # What a step is charged that schedules the same as the last one.
         self._repeated: dict[str, int] = {}
-        self._charges: dict[str, tuple[Account, int]] = {}
-        self._tokens_of: dict[Account, int] = {}
+        self._charges = NO_CHARGES
 
         self._warned_of_short_burst = False
 
@@ -145,7 +143,7 @@ class PacedScheduler(SharingScheduler):
                 self._no_newcomer_before.pop(user, None)
                 self._fair.leave(user.member)
                 if len(self._users) == 1:
-                    self.waiting.unpark(next(iter(self._users.values())))  # it may prefill now
+                    self._unpark(next(iter(self._users.values())))  # it may prefill now
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -183,14 +181,11 @@ class PacedScheduler(SharingScheduler):
         """Put together the next step from the requests whose users have quota."""
         self._now_ns = now_ns = self._clock.now_ns()
         self._step = self._ledger.begin(now_ns)
-        self._promised.clear()
-        self._promised_last = None
         if len(self._limiter) > len(self._users):
             self._limiter.cleanup_idle_users()
         self._fair.expire(now_ns)
-        self.waiting.begin_step(now_ns)
-        self._claimed = None
-        self._newcomers = []
+        for user in self.waiting.begin_step(now_ns):
+            self._watch(user)
         self._other_waits = False
         self._skipped_until_ns = None
         self._hide_paused(now_ns)
@@ -210,6 +205,8 @@ class PacedScheduler(SharingScheduler):
         is_contended = pauses or len(self.waiting) or len(running) > self._active_limit
         if not (is_contended or self._spent or self._prefills):
             return  # most steps have nothing to decide
+        self._claimed = None
+        self._newcomers, self._next_time = [], set()
         if pauses:
             running = running[: len(running) - len(pauses)]
         if self._spent:
@@ -239,6 +236,8 @@ class PacedScheduler(SharingScheduler):
         if self._is_guarding:
             self._is_guarding = False
             del self._reserve_prefill_lookahead
+            self._promised.clear()
+            self._promised_last = None
         self._was_held_back = bool(self._held_back)
         if not self._is_hiding:
             if self._shown:
@@ -283,8 +282,7 @@ class PacedScheduler(SharingScheduler):
         wake_ns = self._limiter.account_ready_at_ns(user.account)
         self._pauses.pause(request, user, self._priority_class(request), wake_ns)
         self._holdings.update(user, request)
-        if sum(map(len, user.paused.values())) == user.account.requests:
-            self._watched.pop(user, None)  # nothing of it can take a token
+        self._ignore_if_idle(user)
 
     def _reserve_within_quota(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -335,60 +333,55 @@ class PacedScheduler(SharingScheduler):
         step = self._step
         if self._left_to_waiting:
             self._note_vain_positions()
+        charges = NO_CHARGES
         if output.total_num_scheduled_tokens:
-            self._charge(output, step)
-            self._steps_in_flight += 1
+            charges = self._charge(output.num_scheduled_tokens)
+            self._dispatched[id(output)] = output, step
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs or resumed or self._prefills:
             self._note_admissions(output)
-        self._ledger.dispatch(step)
-        if step.charges:
-            self._dispatched[id(output)] = output, step
+        self._ledger.dispatch(step, charges)
         self._busy_since_ns = now_ns if output.total_num_scheduled_tokens else None
         self._quiet = not (
-            self._steps_in_flight or self._other_waits or self._was_held_back or self._refused
+            self._dispatched or self._other_waits or self._was_held_back or self._refused
         )
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
 
-    def _charge(self, output: SchedulerOutput, step: Step) -> None:
-        """Charge a token to the user of each request that the step samples for."""
-        if output.num_scheduled_tokens != self._repeated:
-            self._find_charges(output.num_scheduled_tokens)
-        step.charges = self._charges.copy()
-        tokens_of = self._tokens_of
-        nearly_spent = self._limiter.take_granted(tokens_of)
-        watched, users = self._watched, self._users
-        if watched:
-            for account in tokens_of:
+    def _charge(self, scheduled: dict[str, int]) -> Charges:
+        """Take a token from the user of each request that the step samples for."""
+        if scheduled != self._repeated:
+            # Most steps schedule what the last one did. If that sampled for all, so does the next.
+            self._charges = charges = self._find_charges(scheduled)
+            self._repeated = scheduled if len(charges.by_request) == len(scheduled) else {}
+        charges = self._charges
+        nearly_spent = self._limiter.take_granted(charges.by_account)
+        watched = self._watched
+        if watched or nearly_spent:
+            users = self._users
+            for account in charges.by_account:
                 watched.pop(users[account.user], None)  # it cannot run out in the next step
-        for account in nearly_spent:
-            user = users[account.user]
-            watched[user] = None
-            if not self._limiter.can_take(account):
-                self._spent[user] = None
+            for account in nearly_spent:
+                user = users[account.user]
+                watched[user] = None
+                if not self._limiter.can_take(account):
+                    self._spent[user] = None
+        return charges
 
-    def _find_charges(self, scheduled: dict[str, int]) -> None:
+    def _find_charges(self, scheduled: Iterable[str]) -> Charges:
         requests, user_of = self.requests, self._user_of
-        self._charges = charges = {}
-        tokens_of: dict[Account, int] = {}
-        self._tokens_of = tokens_of
+        by_request: dict[str, tuple[Account, int]] = {}
         for request_id in scheduled:
             request = requests[request_id]
             if not request.is_prefill_chunk and (user := user_of.get(request)) is not None:
-                charges[request_id] = user.one_token
-                account = user.account
-                tokens_of[account] = tokens_of.get(account, 0) + 1
-        # Most steps schedule what the last one did. If that sampled for all, so does the next.
-        self._repeated = scheduled if len(charges) == len(scheduled) else {}
+                by_request[request_id] = user.one_token
+        return Charges(by_request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process a step's result and settle its charges."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if scheduler_output.total_num_scheduled_tokens:
-            self._steps_in_flight -= 1
         _, step = self._dispatched.pop(id(scheduler_output), (None, None))
         if step is not None:
             # No request emits more than it was charged, so equal sums mean equal parts.
@@ -416,7 +409,7 @@ class PacedScheduler(SharingScheduler):
     def _wake(self, user: User[Request]) -> None:
         ready_ns = self._limiter.account_ready_at_ns(user.account)
         self._pauses.wake_by(user, ready_ns)
-        self.waiting.unpark(user)
+        self._unpark(user)
 
     def _write_snapshot(self, snapshot: SnapshotWriter) -> None:
         snapshot.write(

@@ -143,9 +143,21 @@ class SharingScheduler(Scheduler):
     def _is_sharing(self) -> bool:
         return self._pacing.fairness and len(self._users) > 1
 
+    def _unpark(self, user: User[Request]) -> None:
+        self.waiting.unpark(user)
+        self._watch(user)
+
     def _watch(self, user: User[Request]) -> None:
         if user.account.limited:
             self._watched[user] = None
+
+    def _ignore_if_idle(self, user: User[Request]) -> None:
+        """Watch a user no more of which nothing can take a token until a turn of it comes."""
+        idle = sum(map(len, user.paused.values()))
+        if self.waiting.is_parked(user):
+            idle += self.waiting.length_of(user)
+        if idle == user.account.requests:
+            self._watched.pop(user, None)
 
     def _tokens_left(self, user: User[Request]) -> int:
         return self._limiter.available(user.account) - self._promised.get(user, 0)
@@ -262,6 +274,7 @@ class SharingScheduler(Scheduler):
             self._pauses.owe(user)
         next_token = self._promised.get(user, 0) + 1
         self.waiting.park(user, self._limiter.account_ready_at_ns(user.account, next_token))
+        self._ignore_if_idle(user)
         return False
 
     def _has_better_resident(self, user: User[Request], priority: int) -> bool:
@@ -362,7 +375,6 @@ class SharingScheduler(Scheduler):
         """Let those go on whose users have quota again, within the limit of active requests."""
         room = self._active_limit - len(running)
         is_sharing = self._is_sharing()
-        self._next_time = set()
         ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
         newcomers = self._newcomers = self._let_in() if is_sharing else []
         count = sum(ready.values())

@@ -2,13 +2,14 @@
 
 vLLM looks at the head of its queue, pops what it admits or skips, and puts back what it skipped. In
 this queue the head is the next request in fair order among those that may be admitted now, and the
-queue counts as empty when there is none; whose turn is next is kept in `Lines`. Its length and what
-it iterates over are all the requests that wait, as everybody else expects.
+queue counts as empty when there is none. Its length and what it iterates over are all the requests
+that wait, as everybody else expects. Whose turn is next is kept by `Lines`; here is added what vLLM
+asks.
 
 What has been popped and was not put back is resident.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
@@ -17,7 +18,7 @@ from vllm_pacer.lines import Line, Lines, Place
 from vllm_pacer.pauses import User
 
 
-class WaitingQueue(RequestQueue):
+class WaitingQueue(Lines[Request], RequestQueue):
     """vLLM's waiting queue, in fair order.
 
     Args:
@@ -39,12 +40,12 @@ class WaitingQueue(RequestQueue):
         on_admit: Callable[[User[Request], Request], None],
         on_return: Callable[[User[Request], Request], object],
     ) -> None:
+        super().__init__(share_of)
         self._user_of = user_of
         self._by_priority = by_priority
         self._may_admit = may_admit
         self._on_admit = on_admit
         self._on_return = on_return
-        self._lines: Lines[Request] = Lines(share_of)
         self._first, self._last = 0, 0  # places given out at either end
         self._offer: tuple[Line[Request], Request] | None = None  # of the current step
 
@@ -52,15 +53,7 @@ class WaitingQueue(RequestQueue):
 
     def __bool__(self) -> bool:
         """Return whether something may be admitted now."""
-        return len(self._lines) > 0 and self._find_offer() is not None
-
-    def __len__(self) -> int:
-        """Return the number of all waiting requests."""
-        return len(self._lines)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate over all waiting requests, in order of arrival."""
-        return iter(self._lines)
+        return len(self) > 0 and self._find_offer() is not None
 
     def __getitem__(self, index: int) -> Request:
         """Return a waiting request by its place, for vLLM's own tests."""
@@ -74,7 +67,7 @@ class WaitingQueue(RequestQueue):
         """Put a request back to the head of its user's line, behind all others in this step."""
         line = self._add(request, first=True)
         self._on_return(line.user, request)
-        self._lines.end_turn(line)
+        self.end_turn(line)
         if self._offer is not None and self._offer[0] is line:
             self._offer = None
 
@@ -103,10 +96,10 @@ class WaitingQueue(RequestQueue):
         request = self.peek_request()
         assert self._offer is not None
         line, self._offer = self._offer[0], None
-        self._discard(request)
+        self.discard(request)
         self._on_admit(line.user, request)
         if line:
-            self._lines.give_another_turn(line)
+            self.give_another_turn(line)
         return request
 
     def remove_request(self, request: Request) -> None:
@@ -115,58 +108,31 @@ class WaitingQueue(RequestQueue):
         Raises:
             ValueError: It does not wait here.
         """
-        if not self._discard(request):
+        if self.discard(request) is None:
             raise ValueError(f"{request.request_id} does not wait")
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove those of the requests that wait here."""
         for request in requests:
-            self._discard(request)
+            self.discard(request)
+
+    def discard(self, request: Request) -> Line[Request] | None:
+        """Remove a request if it waits here."""
+        if self._offer is not None and self._offer[1] is request:
+            self._offer = None
+        return super().discard(request)
 
     # --- what the scheduler asks ------------------------------------------------------------
 
-    def begin_step(self, now_ns: int) -> None:
-        """Forget what was found out in the last step, and look again at those whose time came."""
+    def begin_step(self, now_ns: int) -> list[User[Request]]:
+        """Forget what was offered in the last step, and give turns anew."""
         self._offer = None
-        self._lines.begin_step(now_ns)
-
-    def park(self, user: User[Request], until_ns: int) -> None:
-        """Offer nothing of the user before an instant."""
-        self._lines.park(user, until_ns)
-
-    def unpark(self, user: User[Request]) -> None:
-        """Look at the user again; no effect if it is not parked."""
-        self._lines.unpark(user)
-
-    def next_wake_ns(self) -> int | None:
-        """Return the instant at which the next parked user is looked at, or `None`."""
-        return self._lines.next_wake_ns()
-
-    def has_turns(self) -> bool:
-        """Return whether a user waits that is not parked."""
-        return self._lines.has_turns()
-
-    def length_of(self, user: User[Request]) -> int:
-        """Return how many requests of the user wait."""
-        return self._lines.length_of(user)
-
-    def heads(self, most: int) -> list[tuple[User[Request], Request]]:
-        """Return the first request of each user that is not parked, in the order of admission."""
-        return self._lines.heads(most)
-
-    def parked(self, until_ns: int) -> list[tuple[User[Request], Request]]:
-        """Return the first request of each user that is parked no longer than to an instant."""
-        return self._lines.parked(until_ns)
+        return super().begin_step(now_ns)
 
     # --- inside -----------------------------------------------------------------------------
 
     def _add(self, request: Request, first: bool) -> Line[Request]:
-        return self._lines.add(self._user_of(request), request, self._place(request, first))
-
-    def _discard(self, request: Request) -> bool:
-        if self._offer is not None and self._offer[1] is request:
-            self._offer = None
-        return self._lines.discard(request) is not None
+        return self.add(self._user_of(request), request, self._place(request, first))
 
     def _place(self, request: Request, first: bool) -> Place:
         if self._by_priority:
@@ -180,7 +146,7 @@ class WaitingQueue(RequestQueue):
     def _find_offer(self) -> tuple[Line[Request], Request] | None:
         if self._offer is not None:
             return self._offer
-        while (line := self._lines.take_turn()) is not None:
+        while (line := self.take_turn()) is not None:
             request = line.head()[1]
             if self._may_admit(line.user, request):
                 self._offer = line, request
