@@ -27,10 +27,12 @@ class Charges:
 
     def __init__(self, by_request: Mapping[str, tuple[Account, int]]) -> None:
         self.by_request = by_request
-        self.by_account: dict[Account, int] = {}
+        self.by_account: dict[Account, int] = {}  # from those without a limit nothing is taken
+        self.tokens = 0
         for account, tokens in by_request.values():
-            self.by_account[account] = self.by_account.get(account, 0) + tokens
-        self.tokens = sum(self.by_account.values())
+            self.tokens += tokens
+            if account.limited:
+                self.by_account[account] = self.by_account.get(account, 0) + tokens
 
 
 NO_CHARGES = Charges({})

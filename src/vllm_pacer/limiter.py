@@ -139,11 +139,9 @@ class OutputRateLimiter:
         step = self._step
         nearly_spent = []
         for account, tokens in tokens_of.items():
-            increment = account._increment
-            if not increment:
-                continue  # without a limit tokens take no time
             if account.step != step:
                 self._enter_step(account)
+            increment = account._increment
             account.tat = tat = account.tat + tokens * increment
             if tat + (account.requests - 1) * increment > account.horizon:
                 nearly_spent.append(account)

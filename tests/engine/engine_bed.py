@@ -514,8 +514,15 @@ class Bed:
     def _watch_limiter(self) -> None:
         if not self._paced:
             return
-        limiter, books = self.scheduler._limiter, self.books
+        limiter, ledger, books = self.scheduler._limiter, self.scheduler._ledger, self.books
         take_granted, give_back = limiter.take_granted, limiter.give_back
+        dispatch = ledger.dispatch
+
+        def counted_dispatch(step: Any, charges: Any) -> None:
+            for account, tokens in charges.by_request.values():
+                if not account.limited:  # the limiter is not asked
+                    books.taken[account.user] += tokens
+            dispatch(step, charges)
 
         def counted_take(tokens_of: Any) -> Any:
             for account, tokens in tokens_of.items():
@@ -527,6 +534,7 @@ class Bed:
             books.given_back[account.user] += tokens
 
         limiter.take_granted, limiter.give_back = counted_take, counted_give_back
+        ledger.dispatch = counted_dispatch
 
     def _watch_aborts(self) -> None:
         abort_requests = self.core.abort_requests

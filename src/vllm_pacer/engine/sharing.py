@@ -380,7 +380,7 @@ class SharingScheduler(Scheduler):
         count = sum(ready.values())
         if count + len(newcomers) <= room:
             self._positions.clear()
-            return self._go_on(now_ns, room) + running
+            return self._go_on(now_ns, room) + running if ready else running
         if not is_sharing:
             return self._rotate(running, count - room, now_ns)
         return self._divide(running, ready, newcomers, now_ns)

@@ -100,6 +100,7 @@ class Recorder:
         self._preempt_request = scheduler._preempt_request
         self._take_granted = scheduler._limiter.take_granted
         self._give_back = scheduler._limiter.give_back
+        self._dispatch = scheduler._ledger.dispatch
         scheduler.schedule = self.schedule
         scheduler.update_from_output = self.update_from_output
         scheduler.add_request = self.add_request
@@ -107,6 +108,7 @@ class Recorder:
         scheduler._preempt_request = self.preempt_request
         scheduler._limiter.take_granted = self.take_granted
         scheduler._limiter.give_back = self.give_back
+        scheduler._ledger.dispatch = self.dispatch
 
     def _write(self, **what: Any) -> None:
         self._file.write(json.dumps(what) + "\n")
@@ -187,6 +189,13 @@ class Recorder:
         for account, tokens in tokens_of.items():
             self._taken[account.user] += tokens
         return self._take_granted(tokens_of)
+
+    def dispatch(self, step: Any, charges: Any) -> None:
+        """The charges of users without a limit, for which the limiter is not asked."""
+        for account, tokens in charges.by_request.values():
+            if not account.limited:
+                self._taken[account.user] += tokens
+        self._dispatch(step, charges)
 
     def give_back(self, account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
         """A refund."""
