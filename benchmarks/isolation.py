@@ -12,12 +12,14 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from served.client import Answer, Client, cancelled
+from served.record import Excerpt
 from served.server import API_SERVER, Server, wait_until_ready
 
 from paths import SMOLLM2
@@ -50,9 +52,7 @@ def engine(config: dict[str, Any], *args: str) -> Iterator[Server]:
     """Start the engine, with thirty-two residents and eight active."""
     with tempfile.TemporaryDirectory() as folder:
         command = (*MODEL, *SIZES, *limits_in(Path(folder), config), *args)
-        with launched(
-            Path(folder), VERSION, "sync", API_SERVER, *command, is_recorded=False
-        ) as server:
+        with launched(Path(folder), VERSION, "sync", API_SERVER, *command) as server:
             wait_until_ready(server)
             yield server
 
@@ -106,7 +106,7 @@ async def neighbour(
     client: Client, streams: int, prompt_tokens: int, tokens: int | None = None
 ) -> AsyncIterator[tuple[list[Answer], list["asyncio.Task[Answer]"]]]:
     """Open the neighbour's streams and wait until the server has them all."""
-    tokens = tokens or NEIGHBOUR_TOKENS // streams
+    tokens = tokens or NEIGHBOUR_TOKENS // max(streams, 1)
     answers = [Answer("neighbour") for _ in range(streams)]
     tasks = [
         asyncio.create_task(
@@ -117,7 +117,7 @@ async def neighbour(
         for answer in answers
     ]
     try:
-        while not (
+        while answers and not (
             all(answer.status for answer in answers)
             and any(answer.arrivals_ns for answer in answers)
         ):
@@ -130,56 +130,87 @@ async def neighbour(
         await cancelled(tasks)
 
 
+@dataclass(frozen=True)
+class Phase:
+    """The quiet user's answers, what the engine did meanwhile, and the row of a table."""
+
+    answers: list[Answer]
+    excerpt: Excerpt
+    row: dict[str, Any]
+
+
 async def phase(
     server: Server,
     streams: int,
     prompt_tokens: int = 1,
     tokens: int | None = None,
+    requests: int = QUIET_REQUESTS,
     to_the_end: bool = False,
-) -> dict:
+) -> Phase:
     """Measure the quiet user beside a neighbour."""
-    async with Client(server.url) as client:
-        if not streams:
-            return {"streams": 0, **latencies(await quiet(client))}
-        async with neighbour(client, streams, prompt_tokens, tokens) as (answers, tasks):
-            await quiet(client, 5)
-            measured = await quiet(client)
-            end_ns = measured[-1].arrivals_ns[-1]
-            begin_ns = measured[0].sent_ns
-            tokens = sum(begin_ns < each <= end_ns for a in answers for each in a.arrivals_ns)
-            row = {
-                "streams": streams,
-                **latencies(measured),
-                "neighbour_tokens_per_second": tokens * 1e9 / (end_ns - begin_ns),
-                "errors": sum(answer.status != 200 for answer in [*answers, *measured]),
-            }
-            if to_the_end:
-                await asyncio.gather(*tasks)
-                row["finished"] = sum(answer.finish_reason == "length" for answer in answers)
-            return row
+    async with (
+        Client(server.url) as client,
+        neighbour(client, streams, prompt_tokens, tokens) as (answers, tasks),
+    ):
+        await quiet(client, 5)
+        position = server.record.position()
+        measured = await quiet(client, requests)
+        excerpt = server.record.since(position)
+        begin_ns, end_ns = measured[0].sent_ns, measured[-1].arrivals_ns[-1]
+        arrived = sum(begin_ns < each <= end_ns for a in answers for each in a.arrivals_ns)
+        row = {
+            "streams": streams,
+            **latencies(measured),
+            "most_steps_waited": max(steps_waited(excerpt, "quiet"), default=0),
+            "errors": sum(answer.status != 200 for answer in [*answers, *measured]),
+        }
+        if streams:
+            row["neighbour_tokens_per_second"] = arrived * 1e9 / (end_ns - begin_ns)
+        if to_the_end:
+            await asyncio.gather(*tasks)
+            row["finished"] = sum(answer.finish_reason == "length" for answer in answers)
+    return Phase(measured, excerpt, row)
+
+
+def steps_waited(excerpt: Excerpt, user: str) -> list[int]:
+    """Return how many steps went by without each request of a user, from its arrival on."""
+    waiting: dict[str, int] = {}
+    waited: list[int] = []
+    for line in excerpt.lines:
+        if line.get("user") == user:
+            waiting[line["request"]] = 0
+        sampled = line.get("sampled", ())
+        waited += [waiting.pop(request) for request in sampled if request in waiting]
+        if "step" in line:
+            waiting = {request: steps + 1 for request, steps in waiting.items()}
+    return waited
 
 
 def beside_streams() -> list[dict]:
-    """Measure the quiet user alone and beside one and many streams, several times."""
+    """Measure the quiet user alone, and beside many streams between two times beside one.
+
+    The machine gets faster and slower from minute to minute, so what is compared lies close
+    together.
+    """
     rows = []
     with engine(LIMITS) as server:
         asyncio.run(phase(server, 0))  # warm
         for run in range(RUNS):
-            one: dict[str, float] = {}
-            for streams in (0, 1, *STREAMS):
-                row = asyncio.run(
-                    phase(server, streams, to_the_end=run == 0 and streams == STREAMS[-1])
+            rows.append({"run": run, **asyncio.run(phase(server, 0)).row})
+            for streams in STREAMS:
+                before = asyncio.run(phase(server, 1))
+                many = asyncio.run(
+                    phase(server, streams, requests=2 * QUIET_REQUESTS, to_the_end=run == 0)
                 )
-                one = row if streams == 1 else one
-                rows.append({"run": run, **row, **ratios(row, one)})
-                print(rows[-1], flush=True)
+                after = asyncio.run(phase(server, 1))
+                one = {**before.row, **latencies(before.answers + after.answers)}
+                rows += [{"run": run, **one}, {"run": run, **many.row, **ratios(many.row, one)}]
+                print(*rows[-2:], sep="\n", flush=True)
     return rows
 
 
 def ratios(row: dict[str, float], one: dict[str, float]) -> dict[str, float]:
     """Return the percentiles as multiples of those beside one stream."""
-    if row["streams"] <= 1:
-        return {}
     return {
         "first_token_p99_ratio": row["first_token_p99_ms"] / one["first_token_p99_ms"],
         "gap_p99_ratio": row["gap_p99_ms"] / one["gap_p99_ms"],
@@ -187,21 +218,28 @@ def ratios(row: dict[str, float], one: dict[str, float]) -> dict[str, float]:
 
 
 def beside_long_prompts() -> list[dict]:
-    """Measure the quiet user beside prompts of four chunks each."""
+    """Measure the quiet user beside prompts of four chunks each, and the steps with a chunk."""
+    rows = []
     with engine(LIMITS, "--max-num-batched-tokens", "256") as server:
-
-        async def chunk_ms() -> float:
-            async with Client(server.url) as client:
-                answers = [await client.complete("quiet", prompt(250), 2) for _ in range(12)]
-            return median((each.arrivals_ns[0] - each.sent_ns) / 1e6 for each in answers[2:])
-
-        chunk = asyncio.run(chunk_ms())
-        rows = []
+        asyncio.run(phase(server, 0))
         for run in range(RUNS):
-            row = asyncio.run(phase(server, 64, 800))
-            rows.append({"run": run, "chunk_ms": chunk, **row})
-            print(rows[-1], flush=True)
-        return rows
+            measured = asyncio.run(phase(server, 64, 800, requests=2 * QUIET_REQUESTS))
+            chunk = chunk_steps_ms(measured.excerpt)
+            row = {"run": run, **measured.row, "chunk_p50_ms": median(chunk)}
+            row["chunk_p99_ms"] = percentile(chunk, 99)
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def chunk_steps_ms(excerpt: Excerpt) -> list[float]:
+    """Return how long the steps took in which part of a prompt was computed."""
+    ended_ns = {output["output_of"]: output["at_ns"] for output in excerpt.outputs}
+    return [
+        (ended_ns[step["step"]] - step["at_ns"]) / 1e6
+        for step in excerpt.steps
+        if step["computed"] > len(step["sampled"]) and step["step"] in ended_ns
+    ]
 
 
 def beside_full_cache() -> list[dict]:
@@ -210,9 +248,9 @@ def beside_full_cache() -> list[dict]:
     with engine(LIMITS, "--num-gpu-blocks-override", "41", "--block-size", "128") as server:
         asyncio.run(phase(server, 0))
         for run in range(RUNS):
-            one = asyncio.run(phase(server, 1))
+            one = asyncio.run(phase(server, 1)).row
             # Long answers, so that what fills the cache are residents and not their prompts.
-            row = asyncio.run(phase(server, 16, 300, tokens=300))
+            row = asyncio.run(phase(server, 16, 300, tokens=300)).row
             rows.append({"run": run, **row, **ratios(row, one)})
             print(rows[-1], flush=True)
     return rows

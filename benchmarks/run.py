@@ -75,7 +75,14 @@ class Table:
     columns: dict[str, str]
 
     def of(self, rows: list[Result]) -> str:
-        """Return the table as Markdown."""
+        """Return the table as Markdown.
+
+        Raises:
+            ValueError: A column is empty in all rows: its name is not what the benchmark calls it.
+        """
+        names = [cell.partition(":")[0].strip("{}") for cell in self.columns.values()]
+        if missing := [name for name in names if not any(name in row for row in rows)]:
+            raise ValueError(f"{self.title}: no row has {', '.join(missing)}")
         lines = [
             f"### {self.title}\n",
             "| " + " | ".join(self.columns) + " |",
@@ -83,8 +90,8 @@ class Table:
         ]
         for row in rows:
             cells = [
-                cell.format_map(row) if cell.partition(":")[0].strip("{}") in row else ""
-                for cell in self.columns.values()
+                cell.format_map(row) if name in row else ""
+                for name, cell in zip(names, self.columns.values(), strict=True)
             ]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
@@ -186,13 +193,19 @@ _TABLES = {
                 "Neighbour's streams": "{streams}",
                 **_BESIDE,
                 **_AGAINST_ONE_STREAM,
+                "Most steps that the quiet user's requests waited": "{most_steps_waited}",
                 **_NEIGHBOUR,
                 "Finished in the end": "{finished}",
             },
         ),
         "long_prompts": Table(
             "The same beside 64 prompts of 800 tokens, in chunks of 256",
-            {"A chunk's step, ms": "{chunk_ms:.1f}", **_BESIDE, **_NEIGHBOUR},
+            {
+                "A chunk's step p50, ms": "{chunk_p50_ms:.1f}",
+                "A chunk's step p99, ms": "{chunk_p99_ms:.1f}",
+                **_BESIDE,
+                **_NEIGHBOUR,
+            },
         ),
         "full_cache": Table(
             "The same while paused requests hold all KV blocks and slots are free",
