@@ -9,8 +9,10 @@ The rules, for a user with rate N and its theoretical arrival time TAT:
    what has drained in the meantime would have drained unused without the charge too, and giving
    it back would be new credit.
 5. A user may be forgotten when its TAT lies in the past: it cannot be told from a new one.
+6. The burst is the user's own, or a least one that is set for all if that is longer.
 
-Hence, in every window of W seconds, tokens taken and not refunded ≤ (W + burst) × N + 1.
+Hence, in every window of W seconds, tokens taken and not refunded ≤ (W + burst) × N + 1, with the
+longest burst that was in force.
 
 Times are held multiplied by the numerator of the user's rate, so that 1/N is an integer too and
 nothing is ever rounded. A user without a limit is one whose tokens take no time.
@@ -83,6 +85,7 @@ class OutputRateLimiter:
         self._open_steps: dict[int, None] = {}
         self._step = 0
         self._now_ns = 0
+        self._least_burst_ns = 0
 
     def __len__(self) -> int:
         """Return the number of users remembered."""
@@ -97,6 +100,10 @@ class OutputRateLimiter:
             account = self._accounts[user] = Account(user, self._quota_of(user))
             self._cleanup_queue.append(account)
         return account
+
+    def set_least_burst(self, least_ns: int) -> None:
+        """Let all users be as far ahead of their rates, from the next step on."""
+        self._least_burst_ns = least_ns
 
     def begin_step(self, now_ns: int) -> int:
         """Open a step at `now_ns`, which is not before the step that was opened last.
@@ -127,11 +134,13 @@ class OutputRateLimiter:
         account.tat = tat
         return True
 
-    def take_granted(self, tokens_of: Mapping[Account, int]) -> list[Account]:
+    def take_granted(
+        self, tokens_of: Mapping[Account, int], per_request_tokens: int = 1
+    ) -> list[Account]:
         """Take tokens that were seen to be available from several accounts at once.
 
         Returns:
-            The accounts that cannot give each of their live requests one more token now.
+            The accounts that cannot give each of their live requests so many tokens more now.
 
         Raises:
             ValueError: An account has fewer tokens. Those before it have been taken.
@@ -143,7 +152,7 @@ class OutputRateLimiter:
                 self._enter_step(account)
             increment = account._increment
             account.tat = tat = account.tat + tokens * increment
-            if tat + (account.requests - 1) * increment > account.horizon:
+            if tat + (account.requests * per_request_tokens - 1) * increment > account.horizon:
                 nearly_spent.append(account)
                 if tat - increment > account.horizon:
                     raise ValueError(f"{account.user!r} does not have the {tokens} tokens taken.")
@@ -197,7 +206,7 @@ class OutputRateLimiter:
 
     def account_ready_at_ns(self, account: Account, tokens: int = 1) -> int:
         """Do what `ready_at_ns` does for an account already at hand."""
-        scaled = account.tat + (tokens - 1) * account._increment - account._burst
+        scaled = account.tat + (tokens - 1) * account._increment - self._burst_of(account)
         return -(-scaled // account._scale)
 
     def cleanup_idle_users(self, checks: int = _CHECKS_PER_STEP) -> int:
@@ -245,6 +254,11 @@ class OutputRateLimiter:
         account.lowest = _NOT_OBSERVED
         account.step = self._step
         account.horizon = now + account._burst
+        if self._least_burst_ns:
+            account.horizon = now + self._burst_of(account)
+
+    def _burst_of(self, account: Account) -> int:
+        return max(account._burst, self._least_burst_ns * account._scale)
 
     def _still_open(
         self, charges: tuple[tuple[int, int], ...], level: int

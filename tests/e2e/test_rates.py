@@ -80,9 +80,9 @@ def test_rate_is_the_limit(run: Run, user: str, rate: int) -> None:
     in_stretch = [instant for instant in run.arrivals[user] if begin <= instant <= end]
     steady_ns = in_stretch[int(BURST_SECONDS * rate) + 1 :]
     assert len(steady_ns) >= (400 if rate == 100 else 200)
-    assert _per_second(steady_ns) == pytest.approx(rate, rel=0.005)
+    assert tokens_per_second(steady_ns) == pytest.approx(rate, rel=0.005)
 
 
-def _per_second(instants_ns: Sequence[int]) -> float:
+def tokens_per_second(instants_ns: Sequence[int]) -> float:
     """The rate over the whole stretch: a step's jitter counts only at its two ends."""
     return (len(instants_ns) - 1) * 1e9 / (instants_ns[-1] - instants_ns[0])

@@ -30,6 +30,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pacer.clock import NS_PER_SECOND, FakeClock
@@ -49,6 +50,8 @@ from vllm_pacer.quota import ANONYMOUS_USER
 NS_PER_MS = 1_000_000
 EOS = 2
 STOP = 3
+MOST_IN_FLIGHT = 4
+_WRONG = 99  # in no script
 _FIRST_WORD = 100
 _WORDS = 50_000
 _NAP_NS = NS_PER_MS  # what vLLM's loop sleeps after a step that computed nothing
@@ -77,13 +80,15 @@ class Script:
 
 @dataclass
 class StepRecord:
-    """One dispatched step: when, how many positions of each request, and who got a token."""
+    """One dispatched step: when, how many positions of each request, and who got tokens.
+
+    `sampled` has the most tokens that each request that samples can get: one, and its drafts.
+    """
 
     at_ns: int
     computed: dict[str, int]
-    sampled: dict[str, int]  # the token by request
+    sampled: dict[str, int]
     preempted: frozenset[str] = frozenset()
-    settled: bool = False
 
 
 @dataclass
@@ -94,6 +99,7 @@ class _Context:
     tokens: int  # prompt and all that was sampled, in flight or not
     computed: int
     blocks: list[int]
+    rejected: list[int] = field(default_factory=list)  # drafts, by step
 
 
 class Worker:
@@ -102,15 +108,25 @@ class Worker:
     It decides by itself which requests sample, from nothing but the scheduler's outputs, and fails
     where a real runner would go wrong: a request it does not know, a position skipped or computed
     again, a position without a KV block, a history that it needs and was not given.
+
+    With drafts it accepts as many as `accepted` says for a position, but none of its own making
+    for a request that was not in the step before, nor any that is wrong.
     """
 
-    def __init__(self, scripts: Mapping[str, Script], max_num_seqs: int, block_size: int) -> None:
+    def __init__(
+        self,
+        scripts: Mapping[str, Script],
+        max_num_seqs: int,
+        block_size: int,
+        accepted: Callable[[int], int],
+    ) -> None:
         self._scripts = scripts
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._contexts: dict[str, _Context] = {}
         self._resident: set[str] = set()
         self._last_step: set[str] = set()
+        self._accepted = accepted
         self.is_v2 = False
 
     @property
@@ -122,20 +138,36 @@ class Worker:
         """Return the KV blocks that a request was given."""
         return self._contexts[request_id].blocks
 
-    def run(self, output: SchedulerOutput) -> dict[str, int]:
-        """Compute a step and return the sampled token of each request that sampled."""
+    def run(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Compute a step and return the sampled tokens of each request that sampled."""
         self._resident -= output.finished_req_ids | (output.preempted_req_ids or set())
         for new in output.scheduled_new_reqs:
             known = new.prefill_token_ids or new.prompt_token_ids or []
             self._admit(new.req_id, new.prompt_len, len(known), new.num_computed_tokens)
             self._contexts[new.req_id].blocks = list(new.block_ids[0])
         self._go_on(output.scheduled_cached_reqs)
-        self._last_step = set(output.num_scheduled_tokens)
-        return {
-            request_id: token
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = {
+            request_id: tokens
             for request_id, count in output.num_scheduled_tokens.items()
-            if (token := self._compute(request_id, count)) is not None
+            if (tokens := self._compute(request_id, count, drafts.get(request_id, ())))
         }
+        self._last_step = set(output.num_scheduled_tokens)
+        return sampled
+
+    def drafts(self, most: int) -> DraftTokenIds:
+        """Guess what comes next for each request of the last step that samples."""
+        drafts = {
+            request_id: [
+                self._scripts[request_id].token(position + each) if each < right else _WRONG
+                for each in range(most)
+            ]
+            for request_id in self._last_step
+            if (context := self._contexts[request_id]).computed >= context.tokens - 1
+            for position in [context.tokens - context.prompt_tokens]
+            for right in [self._accepted(position)]
+        }
+        return DraftTokenIds([*drafts], [*drafts.values()])
 
     def _go_on(self, cached: CachedRequestData) -> None:
         for request_id, computed, new_blocks in zip(
@@ -148,7 +180,9 @@ class Worker:
                 self._admit(request_id, context.prompt_tokens, len(history), computed)
                 context = self._contexts[request_id]
             assert request_id in self._resident, f"{request_id} has no slot"
-            assert computed == context.computed, f"{request_id} does not go on where it was"
+            # Of the steps in flight the scheduler does not know yet what was rejected.
+            ahead = [sum(context.rejected[-steps:]) for steps in range(1, MOST_IN_FLIGHT + 1)]
+            assert computed - context.computed in (0, *ahead), f"{request_id} goes on elsewhere"
             if not self.is_v2 and request_id not in self._last_step:
                 # The first model runner forgets what it sampled for those that sit out a step.
                 assert history is not None, f"{request_id} is not given its history"
@@ -161,16 +195,28 @@ class Worker:
         self._resident.add(request_id)
         self._contexts[request_id] = _Context(prompt_tokens, tokens, computed, [])
 
-    def _compute(self, request_id: str, count: int) -> int | None:
+    def _compute(self, request_id: str, count: int, drafts: Sequence[int]) -> list[int]:
         context = self._contexts[request_id]
         context.computed += count
-        assert context.computed <= context.tokens, f"{request_id} computes what is not there"
+        known = context.tokens + len(drafts)
+        assert context.computed <= known, f"{request_id} computes what is not there"
         assert context.computed <= len(context.blocks) * self._block_size, "no block to write to"
         if context.computed < context.tokens:
-            return None
-        token = self._scripts[request_id].token(context.tokens - context.prompt_tokens)
-        context.tokens += 1
-        return token
+            return []
+        position = context.tokens - context.prompt_tokens
+        script = self._scripts[request_id]
+        accepted = 0
+        while accepted < len(drafts):
+            guess = drafts[accepted]
+            is_right = guess == script.token(position + accepted)
+            is_own = guess == -1 and request_id in self._last_step  # known to the worker alone
+            if not is_right and not (is_own and accepted < self._accepted(position)):
+                break
+            accepted += 1
+        context.rejected.append(len(drafts) - accepted)
+        context.computed -= len(drafts) - accepted
+        context.tokens += 1 + accepted
+        return [script.token(position + each) for each in range(1 + accepted)]
 
 
 class _Result(Future[Any]):
@@ -186,12 +232,17 @@ class _Result(Future[Any]):
 
 
 class ScriptedExecutor(Executor):
-    """One worker that takes `step_ns` per step and computes steps in the order of dispatch."""
+    """One worker that takes `step_ns` per step and computes steps in the order of dispatch.
+
+    With several stages the next step begins when this one has left the first.
+    """
 
     worker: Worker
     clock: FakeClock
     step_ns: int
     block_size: int
+    stages: int
+    num_drafts: int
     on_dispatch: Callable[[StepRecord], None]
     observers: list[Callable[[SchedulerOutput], None]]
 
@@ -205,29 +256,37 @@ class ScriptedExecutor(Executor):
         for observe in self.observers:
             observe(scheduler_output)
         sampled = self.worker.run(scheduler_output)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        comes_in = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        comes_in |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         record = StepRecord(
             now_ns,
             dict(scheduler_output.num_scheduled_tokens),
-            sampled,
+            {each: 1 if each in comes_in else 1 + len(drafts.get(each, ())) for each in sampled},
             frozenset(scheduler_output.preempted_req_ids or ()),
         )
         self.on_dispatch(record)
         if not record.computed:
             return _Result(EMPTY_MODEL_RUNNER_OUTPUT, max(now_ns, self._free_at_ns), self.clock)
-        self._free_at_ns = max(now_ns, self._free_at_ns) + self.step_ns
+        begins_at_ns = max(now_ns, self._free_at_ns)
+        self._free_at_ns = begins_at_ns + self.step_ns // self.stages
         request_ids = list(record.computed)
         result = ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={each: index for index, each in enumerate(request_ids)},
-            sampled_token_ids=[[sampled[each]] if each in sampled else [] for each in request_ids],
+            sampled_token_ids=[sampled.get(each, []) for each in request_ids],
         )
-        self._next = result, self._free_at_ns
+        self._next = result, begins_at_ns + self.step_ns
         return _Result(None, now_ns, self.clock)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Return the tokens of the step that was computed last."""
         result = _Result(*self._next, self.clock)
         return result if non_block else result.result()
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts for the next step."""
+        return self.worker.drafts(self.num_drafts) if self.num_drafts else None
 
     def get_kv_cache_specs(self) -> Any:
         """Return one small attention layer."""
@@ -273,6 +332,9 @@ class Bed:
         rates: Tokens per second by user; the rest has no limit.
         is_async: Whether steps overlap, at depth 2.
         paced: Whether the scheduler is ours or vLLM's own.
+        pipeline: How many batches are computed at once, each in a stage of its own.
+        drafts: How many tokens are drafted for each request and step.
+        accepted: How many of the drafts for a position of an answer are right, at most.
         scheduler_cls: What builds our scheduler, if not the class itself on the bed's clock.
 
     """
@@ -296,6 +358,9 @@ class Bed:
         policy: str = "fcfs",
         chunked_prefill: bool = True,
         v2_model_runner: bool = False,
+        pipeline: int = 1,
+        drafts: int = 0,
+        accepted: Callable[[int], int] = lambda position: position % 3,
         scheduler_cls: Any = None,
     ) -> None:
         self.clock = FakeClock()
@@ -315,6 +380,7 @@ class Bed:
         self.steps: list[StepRecord] = []
         self.books = Books()
         self.naps = 0
+        self.longest_burst_ns = 0  # that steps have made necessary
         self.kept_stamps: dict[str, list[int]] = {}
         self.observers: list[Callable[[SchedulerOutput], None]] = []
         self._in_flight: list[StepRecord] = []
@@ -329,6 +395,8 @@ class Bed:
             block_size=block_size,
             policy=policy,
             chunked_prefill=chunked_prefill,
+            pipeline=pipeline,
+            drafts=drafts,
         )
         # vLLM's CPU platform switches it off, whatever was asked for.
         config.scheduler_config.async_scheduling = is_async
@@ -338,6 +406,7 @@ class Bed:
                 pacing=self.pacing,
                 clock=self.clock,
             )
+        self.pipeline = pipeline
         self.max_active = max_num_active_seqs or max_num_seqs
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
@@ -345,10 +414,12 @@ class Bed:
             "BedExecutor",
             (ScriptedExecutor,),
             {
-                "worker": Worker(self.scripts, max_num_seqs, block_size),
+                "worker": Worker(self.scripts, max_num_seqs, block_size, accepted),
                 "clock": self.clock,
                 "step_ns": step_ms * NS_PER_MS,
                 "block_size": block_size,
+                "stages": pipeline,
+                "num_drafts": drafts,
                 "on_dispatch": staticmethod(self._note_dispatch),
                 "observers": self.observers,
             },
@@ -509,7 +580,11 @@ class Bed:
     @property
     def in_flight(self) -> Counter[str]:
         """The tokens of each user in steps that are not processed yet."""
-        return Counter(self.user_of(each) for step in self._in_flight for each in step.sampled)
+        tokens: Counter[str] = Counter()
+        for step in self._in_flight:
+            for request_id, most in step.sampled.items():
+                tokens[self.user_of(request_id)] += most
+        return tokens
 
     def _watch_limiter(self) -> None:
         if not self._paced:
@@ -524,16 +599,23 @@ class Bed:
                     books.taken[account.user] += tokens
             dispatch(step, charges)
 
-        def counted_take(tokens_of: Any) -> Any:
+        def counted_take(tokens_of: Any, *args: Any) -> Any:
             for account, tokens in tokens_of.items():
                 books.taken[account.user] += tokens
-            return take_granted(tokens_of)
+            return take_granted(tokens_of, *args)
 
         def counted_give_back(account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
             give_back(account, step, now_ns, tokens)
             books.given_back[account.user] += tokens
 
+        set_least_burst = limiter.set_least_burst
+
+        def noted_least_burst(least_ns: int) -> None:
+            self.longest_burst_ns = max(self.longest_burst_ns, least_ns)
+            set_least_burst(least_ns)
+
         limiter.take_granted, limiter.give_back = counted_take, counted_give_back
+        limiter.set_least_burst = noted_least_burst
         ledger.dispatch = counted_dispatch
 
     def _watch_aborts(self) -> None:
@@ -544,10 +626,10 @@ class Bed:
             abort_requests(request_ids)
             for step in self._in_flight:
                 for request_id in live:
-                    if step.sampled.pop(request_id, None) is not None:
-                        user = self.user_of(request_id)
-                        self.books.aborted_in_flight[user] += 1
-                        self.kept_stamps.setdefault(user, []).append(step.at_ns)
+                    tokens = step.sampled.pop(request_id, 0)
+                    user = self.user_of(request_id)
+                    self.books.aborted_in_flight[user] += tokens
+                    self.kept_stamps.setdefault(user, []).extend([step.at_ns] * tokens)
 
         self.core.abort_requests = counted_abort  # type: ignore[method-assign]
 
@@ -560,7 +642,7 @@ class Bed:
         assert len(record.computed) <= self.max_active, "more active requests than allowed"
 
     def _note_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        emitted: set[str] = set()
+        emitted: Counter[str] = Counter()
         for client_outputs in outputs.values():
             for each in client_outputs.outputs:
                 answer = self.answers[each.request_id]
@@ -569,7 +651,7 @@ class Bed:
                     assert token == script.token(len(answer)), f"{each.request_id} went astray"
                     answer.append(token)
                     self.books.delivered[script.user] += 1
-                    emitted.add(each.request_id)
+                    emitted[each.request_id] += 1
                 if each.finish_reason is not None:
                     self.finished[each.request_id] = each.finish_reason
                     self.finished_ns[each.request_id] = self.now_ns
@@ -577,10 +659,10 @@ class Bed:
             assert self._in_flight, "tokens from nowhere"
         if self._in_flight and len(self._in_flight) > self._steps_in_flight():
             step = self._in_flight.pop(0)
-            assert emitted <= step.sampled.keys()
-            for request_id in emitted:
+            for request_id, tokens in emitted.items():
+                assert tokens <= step.sampled[request_id], "more tokens than were charged"
                 stamps = self.kept_stamps.setdefault(self.user_of(request_id), [])
-                stamps.append(step.at_ns)
+                stamps += [step.at_ns] * tokens
 
     def _steps_in_flight(self) -> int:
         queue = self.core.batch_queue or ()
@@ -614,13 +696,17 @@ class Bed:
             ), f"the books of {user} do not balance"
 
     def check_window_bound(self) -> None:
-        """Check tokens ≤ (W + burst) * N + 1 for every user and every window of dispatch stamps."""
+        """Check tokens ≤ (W + burst) * N + 1 for every user and every window of dispatch stamps.
+
+        The burst is the longest that was in force.
+        """
         quotas = self.pacing.quotas()
         for user in self.users:
             quota = quotas.of(user)
             if quota is not None:
                 stamps = self.dispatched_ns(user)
-                assert_window_bound(stamps, quota.tokens_per_second, quota.burst_ns)
+                burst_ns = max(quota.burst_ns, self.longest_burst_ns)
+                assert_window_bound(stamps, quota.tokens_per_second, burst_ns)
 
     def check_empty(self) -> None:
         """Check that nothing is left of any request once all have ended and a step went by."""
@@ -662,7 +748,8 @@ class Bed:
         """Return when each token that the user is charged for was dispatched, in flight or not."""
         stamps = list(self.kept_stamps.get(user, []))
         for step in self._in_flight:
-            stamps += [step.at_ns] * sum(self.user_of(each) == user for each in step.sampled)
+            for request_id, tokens in step.sampled.items():
+                stamps += [step.at_ns] * tokens * (self.user_of(request_id) == user)
         return sorted(stamps)
 
     def dispatched_ms(self, user: str) -> list[float]:
@@ -723,6 +810,8 @@ def _vllm_config(
     block_size: int,
     policy: str,
     chunked_prefill: bool,
+    pipeline: int,
+    drafts: int,
 ) -> VllmConfig:
     # vLLM wants room for one request of the greatest length; one block is its own.
     model_config = _model_config(min(2048, (num_blocks - 1) * block_size))
@@ -743,5 +832,8 @@ def _vllm_config(
         model_config=model_config,
         cache_config=cache_config,
         scheduler_config=scheduler_config,
-        parallel_config=ParallelConfig(),
+        parallel_config=ParallelConfig(pipeline_parallel_size=pipeline),
+        speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=drafts)
+        if drafts
+        else None,
     )

@@ -107,7 +107,7 @@ class Drain:
         most = self.samples(self.live) + self.prompt_steps()
         assert len(computed) <= most, "steps for nothing"
         assert naps <= most, "looking for work for nothing"
-        in_flight = 2
+        in_flight = max(2, self.bed.pipeline)
         return (len(computed) + in_flight) * self.step_ns + naps * NS_PER_MS
 
     def quota_ns(self, user: str, request_ids: list[str]) -> int:
@@ -187,6 +187,8 @@ class AnyHistory(RuleBasedStateMachine):
         active_share=st.integers(1, 4),
         num_blocks=st.none() | st.integers(MOST_BLOCKS + 1, 40),
         step_ms=st.sampled_from([1, 10, 30, 150]),
+        drafts=st.sampled_from([0, 0, 1, 4]),
+        pipeline=st.sampled_from([1, 1, 2, 3]),
         fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),

@@ -52,6 +52,8 @@ settings_of_bed = st.fixed_dictionaries(
         "max_num_seqs": st.integers(4, 8),
         "max_num_active_seqs": st.integers(1, 4),
         "num_blocks": st.integers(16, 40),
+        "drafts": st.sampled_from([0, 0, 1, 3]),
+        "pipeline": st.sampled_from([1, 1, 2, 3]),
     }
 )
 

@@ -1,9 +1,10 @@
 """The quota as the real schedulers keep it: who gets a token when, and what a pause leaves."""
 
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from engine_bed import Bed
+from engine_bed import Bed, assert_window_bound
 from vllm.v1.request import RequestStatus
 
 from vllm_pacer.clock import NS_PER_SECOND
@@ -243,3 +244,46 @@ def test_limited_user_does_not_slow_others(is_async: bool) -> None:
     assert len(stamps) >= 49
     gaps = {later - earlier for earlier, later in pairwise(stamps)}
     assert max(gaps) <= 30_000_000
+
+
+@pytest.mark.parametrize("streams", [8, 20])
+def test_slow_steps_reach_the_rate(is_async: bool, streams: int) -> None:
+    """With steps of 400 ms, four times the burst, a user with enough streams gets its rate.
+
+    No window holds more than the bound allows with a burst of one step's time.
+    """
+    bed = Bed({"a": 20}, is_async=is_async, step_ms=400, max_num_seqs=32)
+    for _ in range(streams):
+        bed.add("a", tokens=1_000)
+    bed.run(until_ms=4_000)
+    before = bed.books.delivered["a"]
+    bed.run(until_ms=44_000)
+    assert bed.books.delivered["a"] - before >= 0.98 * 20 * 40
+    assert bed.longest_burst_ns == 400_000_000
+    bed.check_window_bound()
+
+
+def test_one_long_step_does_not_lengthen_the_burst(is_async: bool) -> None:
+    """A machine that stands still for a second now and then gives nobody more at once."""
+    bed = Bed({"a": 20}, is_async=is_async, step_ms=10)
+    for _ in range(8):
+        bed.add("a", tokens=100)
+    for _ in range(10):
+        bed.run(until_ms=bed.now_ms + 1_000)
+        bed.clock.advance_ns(1_000_000_000)
+    assert bed.longest_burst_ns == 0
+    bed.check_window_bound()
+
+
+def test_the_burst_is_as_before_when_steps_are_fast_again(is_async: bool) -> None:
+    """One step within the burst, and users are held to it again."""
+    bed = Bed({"a": 20}, is_async=is_async, step_ms=400, max_num_seqs=32)
+    for _ in range(20):
+        bed.add("a", tokens=1_000)
+    bed.run(until_ms=8_000)
+    bed.executor.step_ns = 10_000_000
+    bed.run(until_ms=9_000)
+    start = bed.now_ns
+    bed.run(until_ms=19_000)
+    later = [stamp for stamp in bed.dispatched_ns("a") if stamp >= start]
+    assert_window_bound(later, Fraction(20), 100_000_000)

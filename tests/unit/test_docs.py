@@ -373,10 +373,10 @@ def test_the_bounds_shown_are_met_and_reached(
 
 
 def test_the_example_of_a_short_burst_is_what_the_limiter_does() -> None:
-    """Limit 100 and steps of 200 ms: 11 tokens a step, 55 a second."""
+    """Limit 100 and steps of 200 ms: 11 tokens a step, 55 a second; and 100 with a longer burst."""
     example = re.search(
         r"limit (\d+), burst 0\.1 s, steps of (\d+) ms\. A step grants at most (\d+) tokens, "
-        r"so the user gets at most (\d+) tokens per second",
+        r"so the user would get at most (\d+) tokens per second",
         text_of("docs/operations.md"),
     )
     assert example is not None
@@ -386,6 +386,12 @@ def test_the_example_of_a_short_burst_is_what_the_limiter_does() -> None:
         limiter.end_step(limiter.begin_step(number * step_ms * NS_PER_MS))
         assert sum(limiter.try_take("user") for _ in range(1_000)) == per_step
     assert per_step * 1_000 == per_second * step_ms
+    limiter.set_least_burst(step_ms * NS_PER_MS)
+    tokens = 0
+    for number in range(10, 60):
+        limiter.end_step(limiter.begin_step(number * step_ms * NS_PER_MS))
+        tokens += sum(limiter.try_take("user") for _ in range(1_000))
+    assert tokens - limit * 50 * step_ms // 1_000 in (0, 1)
 
 
 # --- links ----------------------------------------------------------------------------------------

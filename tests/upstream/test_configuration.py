@@ -251,12 +251,9 @@ EC_CONNECTOR = {
     "ec_role": "ec_both",
     "ec_connector_extra_config": {"shared_storage_path": "unused"},
 }
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "--speculative-config": {"speculative_config": NGRAM},
     "--data-parallel-size > 1": {"data_parallel_size": 2},
-    "--pipeline-parallel-size > 1": {"pipeline_parallel_size": 2},
     "--distributed-executor-backend external_launcher": {
         "distributed_executor_backend": "external_launcher"
     },

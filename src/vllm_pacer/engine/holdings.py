@@ -25,6 +25,7 @@ class Holdings:
         pauses: The paused requests: nobody else gives way.
         block_size: Tokens per KV block.
         groups: Groups of layers, each of which takes blocks of its own.
+        draft_tokens: How far blocks reach beyond a request's tokens, for drafts.
         max_model_len: The most tokens of a request.
         class_of: Gives a request's priority class.
         can_be_freed: Whether a request's blocks are free at once when it is preempted.
@@ -36,6 +37,7 @@ class Holdings:
         pauses: Pauses[Request],
         block_size: int,
         groups: int,
+        draft_tokens: int,
         max_model_len: int,
         class_of: Callable[[Request], int],
         can_be_freed: Callable[[Request], bool],
@@ -44,6 +46,7 @@ class Holdings:
         self._pauses = pauses
         self._block_size = block_size
         self._groups = groups
+        self._draft_tokens = draft_tokens
         self._max_model_len = max_model_len
         self._class_of = class_of
         self._can_be_freed = can_be_freed
@@ -53,8 +56,8 @@ class Holdings:
         self._tokens_when_preempted: dict[Request, int] = {}
 
     def blocks(self, tokens: int) -> int:
-        """Return how many KV blocks so many tokens fill."""
-        return -(-tokens // self._block_size) * self._groups
+        """Return how many KV blocks a request with so many tokens fills, at most."""
+        return -(-(tokens + self._draft_tokens) // self._block_size) * self._groups
 
     # --- what is held -----------------------------------------------------------------------
 

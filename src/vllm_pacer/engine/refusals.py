@@ -34,22 +34,10 @@ _ANOTHER_MODEL = "serve this model without limits, or limit another one"
 
 REFUSALS = (
     Refusal(
-        "--speculative-config",
-        "a step may emit several tokens, which are not reserved yet",
-        "leave it out",
-        lambda config: config.speculative_config is not None,
-    ),
-    Refusal(
         "--data-parallel-size > 1",
         "every rank would grant each user the whole quota",
         "start one server per rank and pin each user to one of them",
         lambda config: config.parallel_config.data_parallel_size > 1,
-    ),
-    Refusal(
-        "--pipeline-parallel-size > 1",
-        "several micro-batches are in flight, whose cadence is not proved",
-        "use --tensor-parallel-size",
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
     ),
     Refusal(
         "--distributed-executor-backend external_launcher",

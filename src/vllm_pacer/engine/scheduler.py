@@ -22,6 +22,7 @@ the last step and what is in flight are fields of the scheduler. Who gets in, wh
 is computed is decided in `SharingScheduler`.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
@@ -43,6 +44,9 @@ from vllm_pacer.limiter import Account
 from vllm_pacer.pauses import User
 
 _new_tokens = attrgetter("new_token_ids")
+
+_SUSTAINED_STEPS = 4
+"""When so many steps in a row took longer than the burst, the next will too."""
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
@@ -92,7 +96,11 @@ class PacedScheduler(SharingScheduler):
         self._repeated: dict[str, int] = {}
         self._charges = NO_CHARGES
 
-        self._warned_of_short_burst = False
+        # How long the last steps took, if all of them took longer than the burst.
+        self._burst_ns = int(self._pacing.burst * NS_PER_SECOND)
+        self._least_burst_ns = 0
+        self._slow_steps_ns: deque[int] = deque(maxlen=_SUSTAINED_STEPS)
+        self._warned_of_slow_steps = False
 
     def log_limits(self) -> None:
         """Write the effective limits into the log, in one line."""
@@ -102,18 +110,6 @@ class PacedScheduler(SharingScheduler):
             self.max_num_running_reqs,
             self._active_limit,
         )
-
-    def _warn_if_burst_is_short(self, step_ns: int) -> None:
-        burst_ns = int(self._pacing.burst * NS_PER_SECOND)
-        if step_ns > burst_ns and not self._warned_of_short_burst:
-            self._warned_of_short_burst = True
-            logger.warning(
-                "A step took %.0f ms, longer than the burst of %.0f ms: quota that a user earns "
-                "beyond the burst while a step runs expires, so users stay below their limits. "
-                "Set a longer burst in --user-output-rate-config, or make steps shorter.",
-                step_ns / 1e6,
-                burst_ns / 1e6,
-            )
 
     # --- who is there -----------------------------------------------------------------------
 
@@ -189,6 +185,9 @@ class PacedScheduler(SharingScheduler):
         self._other_waits = False
         self._skipped_until_ns = None
         self._hide_paused(now_ns)
+        if self._watched:
+            self._reserve_prefill_lookahead = self._reserve_within_quota
+            self._is_guarding = True
         try:
             output = super().schedule(*args, **kwargs)
         finally:
@@ -196,10 +195,39 @@ class PacedScheduler(SharingScheduler):
         self._book(output, now_ns)
         return output
 
+    def _note_step_time(self, step_ns: int) -> None:
+        """Let the burst cover the time of a step while steps take longer than it.
+
+        What a user earns beyond the burst while a step runs expires, so it would stay below its
+        rate. One long step does not count: it may have been the machine.
+        """
+        slow_steps = self._slow_steps_ns
+        if step_ns > self._burst_ns:
+            slow_steps.append(step_ns)
+        else:
+            slow_steps.clear()
+        is_sustained = len(slow_steps) == _SUSTAINED_STEPS
+        least_ns = min(slow_steps) if is_sustained else 0
+        if least_ns < self._least_burst_ns:
+            for user in self._users.values():
+                self._watch(user)  # what it had left may be gone
+        self._least_burst_ns = least_ns
+        self._limiter.set_least_burst(least_ns)
+        if is_sustained:
+            self._warn_of_slow_steps(least_ns)
+
+    def _warn_of_slow_steps(self, step_ns: int) -> None:
+        if not self._warned_of_slow_steps:
+            self._warned_of_slow_steps = True
+            logger.warning(
+                "Steps take %.0f ms, longer than the burst of %.0f ms. While they do, users may be "
+                "a step's time ahead of their limits, or they could not reach them. To keep the "
+                "burst make steps shorter, or set a longer one in --user-output-rate-config.",
+                step_ns / 1e6,
+                self._burst_ns / 1e6,
+            )
+
     def _hide_paused(self, now_ns: int) -> None:
-        if self._watched:
-            self._reserve_prefill_lookahead = self._reserve_within_quota
-            self._is_guarding = True
         pauses = self._pauses
         running = self.running
         is_contended = pauses or len(self.waiting) or len(running) > self._active_limit
@@ -210,7 +238,7 @@ class PacedScheduler(SharingScheduler):
         if pauses:
             running = running[: len(running) - len(pauses)]
         if self._spent:
-            running = self._pause_spent(running, now_ns)
+            running = self._pause_spent(running)
         if pauses or self.waiting.has_turns() or len(running) > self._active_limit:
             running = self._choose_active(running, now_ns)
         if self._prefills:
@@ -257,11 +285,9 @@ class PacedScheduler(SharingScheduler):
         # To make a list of a thousand paused requests touches them all, one cache miss each.
         self.running = self._shown
 
-    def _pause_spent(self, running: list[Request], now_ns: int) -> list[Request]:
+    def _pause_spent(self, running: list[Request]) -> list[Request]:
         """Pause what needs a token of users that came to their quota: the unserved first."""
         spent, refused = self._spent, self._refused
-        if self._busy_since_ns is not None:
-            self._warn_if_burst_is_short(now_ns - self._busy_since_ns)
         stay: list[Request] = []
         served: list[Request] = []
         for request in running:
@@ -297,10 +323,16 @@ class PacedScheduler(SharingScheduler):
         user = self._user_of.get(request)
         if user not in self._watched:
             return num_new_tokens
-        if self._tokens_left(user):
-            self._promised[user] = self._promised.get(user, 0) + 1
+        if left := self._tokens_left(user):
+            drafts = num_computed_tokens + num_new_tokens - num_tokens
+            drafts -= request.num_output_placeholders
+            if drafts <= 0 or request.status != RequestStatus.RUNNING:
+                drafts = 0  # with what vLLM pads a request that comes in is not accepted
+            # Its other requests come first: a draft may turn out to be for nothing.
+            unaffordable = max(drafts - max(left - user.account.requests, 0), 0)
+            self._promised[user] = self._promised.get(user, 0) + 1 + drafts - unaffordable
             self._promised_last = request
-            return num_new_tokens
+            return num_new_tokens - unaffordable
         self._spent[user] = None
         self._refused[request] = None
         if not self._can_split_prefill(request):
@@ -335,27 +367,37 @@ class PacedScheduler(SharingScheduler):
             self._note_vain_positions()
         charges = NO_CHARGES
         if output.total_num_scheduled_tokens:
-            charges = self._charge(output.num_scheduled_tokens)
+            charges = self._charge(output)
             self._dispatched[id(output)] = output, step
+            busy_since_ns, self._busy_since_ns = self._busy_since_ns, now_ns
+            if busy_since_ns is not None and (
+                now_ns - busy_since_ns > self._burst_ns or self._slow_steps_ns
+            ):
+                self._note_step_time(now_ns - busy_since_ns)
+        elif not self._dispatched:
+            self._busy_since_ns = None
+            if self._slow_steps_ns:
+                self._note_step_time(0)  # there was time to spare
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs or resumed or self._prefills:
             self._note_admissions(output)
         self._ledger.dispatch(step, charges)
-        self._busy_since_ns = now_ns if output.total_num_scheduled_tokens else None
         self._quiet = not (
             self._dispatched or self._other_waits or self._was_held_back or self._refused
         )
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
 
-    def _charge(self, scheduled: dict[str, int]) -> Charges:
-        """Take a token from the user of each request that the step samples for."""
-        if scheduled != self._repeated:
+    def _charge(self, output: SchedulerOutput) -> Charges:
+        """Take the tokens that the step may emit from the users of its requests."""
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        if scheduled != self._repeated or drafts:
             # Most steps schedule what the last one did. If that sampled for all, so does the next.
-            self._charges = charges = self._find_charges(scheduled)
-            self._repeated = scheduled if len(charges.by_request) == len(scheduled) else {}
+            self._charges = charges = self._find_charges(output)
+            is_whole = len(charges.by_request) == len(scheduled)
+            self._repeated = scheduled if is_whole and not drafts else {}
         charges = self._charges
-        nearly_spent = self._limiter.take_granted(charges.by_account)
+        nearly_spent = self._limiter.take_granted(charges.by_account, self._most_tokens)
         watched = self._watched
         if watched or nearly_spent:
             users = self._users
@@ -368,13 +410,20 @@ class PacedScheduler(SharingScheduler):
                     self._spent[user] = None
         return charges
 
-    def _find_charges(self, scheduled: Iterable[str]) -> Charges:
+    def _find_charges(self, output: SchedulerOutput) -> Charges:
+        """Charge a token for each request that the step samples for, and one for each draft."""
         requests, user_of = self.requests, self._user_of
         by_request: dict[str, tuple[Account, int]] = {}
-        for request_id in scheduled:
+        for request_id in output.num_scheduled_tokens:
             request = requests[request_id]
             if not request.is_prefill_chunk and (user := user_of.get(request)) is not None:
                 by_request[request_id] = user.one_token
+        if drafts_of := output.scheduled_spec_decode_tokens:
+            comes_in = {new.req_id for new in output.scheduled_new_reqs}
+            comes_in |= output.scheduled_cached_reqs.resumed_req_ids
+            for request_id in drafts_of.keys() & by_request.keys() - comes_in:
+                account, token = by_request[request_id]
+                by_request[request_id] = account, token + len(drafts_of[request_id])
         return Charges(by_request)
 
     def update_from_output(

@@ -187,7 +187,9 @@ SCHEDULER_ATTRIBUTES = (
     "max_model_len",
     "max_num_active_reqs",
     "max_num_running_reqs",
+    "num_lookahead_tokens",
     "num_prefill_lookahead",
+    "num_spec_tokens",
     "num_waiting_for_streaming_input",
     "policy",
     "requests",
@@ -211,6 +213,7 @@ REQUEST_ATTRIBUTES = (
     "priority",
     "request_id",
     "sampling_params",
+    "spec_token_ids",
     "status",
 )
 KV_CACHE_MANAGER_ATTRIBUTES = ("block_pool", "watermark_blocks")
@@ -233,6 +236,7 @@ SCHEDULER_OUTPUT_ATTRIBUTES = (
     "num_scheduled_tokens",
     "scheduled_cached_reqs",
     "scheduled_new_reqs",
+    "scheduled_spec_decode_tokens",
     "total_num_scheduled_tokens",
 )
 CACHED_REQUEST_DATA_ATTRIBUTES = ("resumed_req_ids",)

@@ -47,6 +47,9 @@ _SOON_NS = NS_PER_SECOND
 _COMPILING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
+_PLACEHOLDER = -1
+"""Stands for a draft that only the worker knows."""
+
 _STEPS_WITHOUT_KEEPING = 8
 """After positions were kept for waiting requests in vain, for want of blocks say, none are kept."""
 
@@ -69,6 +72,7 @@ class SharingScheduler(Scheduler):
         check_scheduler_attributes(self)
         self._pacing = pacing
         self._on_cpu = current_platform.is_cpu()
+        self._most_tokens = 1 + self.num_spec_tokens  # that a step can give a request
         self._clock = clock or MonotonicClock()
         self._limiter = OutputRateLimiter(pacing.quotas().of)
         self._pauses: Pauses[Request] = Pauses(self._limiter)
@@ -86,6 +90,7 @@ class SharingScheduler(Scheduler):
             self._pauses,
             self.block_size,
             len(self.kv_cache_config.kv_cache_groups),
+            self.num_spec_tokens + self.num_lookahead_tokens,
             self.max_model_len,
             self._priority_class,
             self._request_blocks_can_be_freed,
@@ -168,8 +173,9 @@ class SharingScheduler(Scheduler):
         return user not in self._watched or self._tokens_left(user) > 0
 
     def _has_plenty(self, user: User[Request]) -> bool:
-        """Whether the user has a token for each of its requests."""
-        return user not in self._watched or self._tokens_left(user) >= user.account.requests
+        """Whether the user has all the tokens that its requests can take in a step."""
+        most = user.account.requests * self._most_tokens
+        return user not in self._watched or self._tokens_left(user) >= most
 
     # --- who gets in ---------------------------------------------------------------------------
 
@@ -391,6 +397,9 @@ class SharingScheduler(Scheduler):
     def _resumed(self, requests: list[Request]) -> list[Request]:
         for request in requests:
             self._watch(self._owner(request))
+            if request.spec_token_ids and request.spec_token_ids[0] == _PLACEHOLDER:
+                # The drafts that it stands for were the worker's, for the next step only.
+                request.spec_token_ids = []
         return requests
 
     def _yield(self, request: Request, now_ns: int) -> None:

@@ -184,11 +184,11 @@ class Recorder:
         self._preempt_request(request, *args, **kwargs)
         self._write(preempted=request.request_id, was_paused=was_paused)
 
-    def take_granted(self, tokens_of: Any) -> Any:
+    def take_granted(self, tokens_of: Any, *args: Any) -> Any:
         """The charges of a step; written with it."""
         for account, tokens in tokens_of.items():
             self._taken[account.user] += tokens
-        return self._take_granted(tokens_of)
+        return self._take_granted(tokens_of, *args)
 
     def dispatch(self, step: Any, charges: Any) -> None:
         """The charges of users without a limit, for which the limiter is not asked."""

@@ -1,0 +1,132 @@
+"""Speculative decoding: a step takes quota for its drafts and gives back what is rejected."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from engine_bed import Bed
+
+K = 4
+RATE = 20
+SECONDS = 20
+
+ACCEPTED: dict[str, Callable[[int], int]] = {
+    "none": lambda position: 0,
+    "some": lambda position: position % (K + 1),
+    "all": lambda position: K,
+}
+by_acceptance = pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=ACCEPTED.keys())
+by_look_ahead = pytest.mark.parametrize("look_ahead", [0, K], ids=["ngram", "draft model"])
+
+
+def drafting_bed(*args: object, look_ahead: int = 0, **kwargs: object) -> Bed:
+    """Build an engine that drafts; a drafter with a KV cache of its own looks ahead in it."""
+    bed = Bed(*args, drafts=K, **kwargs)  # type: ignore[arg-type]
+    bed.scheduler.num_lookahead_tokens = look_ahead
+    return bed
+
+
+@by_acceptance
+@by_look_ahead
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_user_gets_its_rate(
+    is_async: bool, accepted: Callable[[int], int], look_ahead: int, streams: int
+) -> None:
+    """With drafts a user gets its quota, within the bound of every window."""
+    bed = drafting_bed({"a": RATE}, is_async=is_async, accepted=accepted, look_ahead=look_ahead)
+    for _ in range(streams):
+        bed.add("a", tokens=10_000)
+    bed.run(until_ms=SECONDS * 1000)
+    delivered = bed.books.delivered["a"]
+    most = RATE * (SECONDS + Fraction(1, 10)) + 1
+    assert most - 1 - (K + 1) <= delivered <= most
+    bed.check_window_bound()
+
+
+@by_acceptance
+def test_rejected_drafts_are_free(is_async: bool, accepted: Callable[[int], int]) -> None:
+    """What a user has been charged in the end is what it got, whatever was drafted."""
+    bed = drafting_bed({"a": 100, "b": 1_000_000}, is_async=is_async, accepted=accepted)
+    for user in "abab":
+        bed.add(user, tokens=30)
+    bed.run()
+    assert bed.books.charged("a") == bed.books.charged("b") == 60
+    assert bed.books.given_back["b"] > 0  # at the end of an answer, if not before
+
+
+def test_drafts_are_accepted(is_async: bool) -> None:
+    """A user whose quota suffices gets several tokens in a step."""
+    bed = drafting_bed({"a": 1_000_000}, is_async=is_async, accepted=ACCEPTED["all"])
+    name = bed.add("a", tokens=40)
+    bed.run()
+    assert len([step for step in bed.steps_of(name) if name in step.sampled]) < 20
+
+
+@pytest.mark.parametrize("rate", [Fraction(1, 2), 1, 5, 15])
+def test_a_quota_smaller_than_the_drafts_makes_progress(is_async: bool, rate: Fraction) -> None:
+    """Where the quota never holds one token and all drafts, fewer are computed, and no one waits.
+
+    The burst of a tenth of a second holds at most two tokens and a half here.
+    """
+    bed = drafting_bed({"a": rate}, is_async=is_async, accepted=ACCEPTED["all"])
+    for _ in range(3):
+        bed.add("a", tokens=8)
+    bed.run()
+    assert bed.now_ms <= 24 / rate * 1000 + 100
+    assert max(most for step in bed.steps for most in step.sampled.values()) <= 2
+
+
+def test_no_step_takes_more_than_is_there(is_async: bool) -> None:
+    """A step computes no more drafts than the user has tokens: two of three, then none."""
+    bed = drafting_bed({"a": 20}, is_async=is_async, accepted=ACCEPTED["all"], step_ms=1)
+    name = bed.add("a", tokens=50)
+    bed.run(until_ms=500)
+    assert [step.sampled[name] for step in bed.steps if step.sampled][:4] == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("pause_steps", [1, 2, 50])
+@by_acceptance
+def test_a_pause_changes_no_token(
+    is_async: bool, pause_steps: int, accepted: Callable[[int], int]
+) -> None:
+    """Drafts that were made before a pause do no harm after it, however long it was.
+
+    The bed compares every answer with what the model says; another user keeps the engine stepping.
+    """
+    step_ms = 10
+    rate = Fraction(1000, step_ms * (pause_steps + 1))
+    bed = drafting_bed({"a": rate}, is_async=is_async, accepted=accepted, step_ms=step_ms)
+    names = [bed.add("a", tokens=12) for _ in range(2)]
+    bed.add("b", tokens=12 * 12 * 2 * (pause_steps + 1) * (K + 1))
+    bed.run(until_ms=float(30 * 1000 / rate))
+    assert [len(bed.answers[name]) for name in names] == [12, 12]
+
+
+@by_look_ahead
+def test_a_full_cache_hit_is_padded_and_pays_for_one_token(is_async: bool, look_ahead: int) -> None:
+    """A request of which one token is left to compute comes in with padding, and gets one token."""
+    bed = drafting_bed({"a": 10}, is_async=is_async, look_ahead=look_ahead)
+    prompt = [7] * 33
+    bed.add("a", prompt=prompt, tokens=6)
+    bed.add("b", prompt=9, tokens=200)
+    bed.run(until_ms=1000)
+    again = [bed.add("a", prompt=prompt, tokens=6) for _ in range(2)]
+    bed.run(until_ms=3000)
+    padded = [step for step in bed.steps if any(step.computed.get(each) == 1 + K for each in again)]
+    assert padded
+    assert all(len(bed.answers[name]) == 6 for name in again)
+    bed.check_window_bound()
+
+
+def test_preempted_drafts_are_given_back(is_async: bool) -> None:
+    """Where blocks run out, paused requests give way, and the books stay balanced."""
+    bed = drafting_bed(
+        {"a": 30, "b": 30}, is_async=is_async, num_blocks=14, max_num_seqs=8, look_ahead=K
+    )
+    for user in "aaabbb":
+        bed.add(user, prompt=20, tokens=25)
+    bed.run()
+    assert any(step.preempted for step in bed.steps)
+    assert all(len(answer) == 25 for answer in bed.answers.values())
+    bed.check_window_bound()
+    bed.check_empty()

@@ -1,0 +1,51 @@
+"""Pipeline parallelism: several steps in flight, each for other requests."""
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from engine_bed import Bed
+
+SECONDS = 20
+by_depth = pytest.mark.parametrize("pipeline", [2, 4])
+
+
+@by_depth
+@pytest.mark.parametrize("streams", [1, 4, 8])
+def test_a_user_gets_its_rate(pipeline: int, streams: int) -> None:
+    """With several steps in flight a user gets its quota, within the bound of every window."""
+    bed = Bed({"a": 20}, pipeline=pipeline)
+    for _ in range(streams):
+        bed.add("a", tokens=10_000)
+    bed.run(until_ms=SECONDS * 1000)
+    delivered = bed.books.delivered["a"]
+    most = 20 * (SECONDS + Fraction(1, 10)) + 1
+    assert most - 3 <= delivered <= most
+    bed.check_window_bound()
+
+
+@by_depth
+def test_no_request_is_in_two_steps_at_once(pipeline: int) -> None:
+    """A request in flight takes no second token, whoever pauses and goes on meanwhile."""
+    bed = Bed({"a": 40, "b": 1_000_000}, pipeline=pipeline, max_num_active_seqs=4)
+    for user in "aaabbb":
+        bed.add(user, tokens=100)
+    bed.run()
+    for request_id in bed.answers:
+        starts = [step.at_ns for step in bed.steps if request_id in step.sampled]
+        assert len(starts) == 100
+        assert all(b - a >= 30_000_000 for a, b in pairwise(starts))
+
+
+@by_depth
+def test_the_pipeline_is_kept_full(pipeline: int) -> None:
+    """Users with as many streams as there are stages compute in all of them, limited or not."""
+    bed = Bed({"a": 1_000_000}, pipeline=pipeline, max_num_active_seqs=1, max_num_seqs=8)
+    for _ in range(pipeline):
+        bed.add("a", tokens=50)
+    stock = Bed(pipeline=pipeline, max_num_active_seqs=1, max_num_seqs=8, paced=False)
+    for _ in range(pipeline):
+        stock.add("a", tokens=50)
+    bed.run()
+    stock.run()
+    assert bed.now_ns == stock.now_ns
