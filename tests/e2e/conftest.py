@@ -89,6 +89,7 @@ def servers(
             *("--user-output-rate-config", str(limits)),
             *("--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)),
             *("--api-server-count", "2"),
+            "--enable-scale-out",
         )
         running = {"roomy": stack.enter_context(roomy), "small": stack.enter_context(small)}
         for server in running.values():
