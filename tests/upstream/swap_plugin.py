@@ -9,6 +9,7 @@ the class on a stub, goes on running vLLM's code.
 """
 
 import json
+import os
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,7 +43,8 @@ _STAND_INS = {
 }
 """What ours needs of vLLM's scheduler, for the tests that build one without `__init__`."""
 
-_counts = Counter(schedulers=0, charged_tokens=0)
+_schedulers: Counter[str] = Counter()
+_charged = Counter(tokens=0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,8 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write down how many of our schedulers ran and how many tokens they charged."""
-    Path(session.config.getoption("--paced-report")).write_text(json.dumps(_counts))
+    """Write down how many of our schedulers each test built and how many tokens they charged."""
+    report = {"schedulers": _schedulers, "charged_tokens": _charged["tokens"]}
+    Path(session.config.getoption("--paced-report")).write_text(json.dumps(report))
 
 
 def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler]:
@@ -81,7 +84,8 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
     class WithLimits(ours):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, pacing=pacing, **kwargs)
-            _counts["schedulers"] += 1
+            # pytest keeps the running test there, with the phase behind a space.
+            _schedulers[os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]] += 1
 
         def __getattr__(self, name: str) -> Any:
             # Two of upstream's tests build a scheduler without `__init__` and set by hand what
@@ -102,7 +106,7 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
         def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
             charged_before = self._ledger.charged_tokens
             output = super().schedule(*args, **kwargs)
-            _counts["charged_tokens"] += self._ledger.charged_tokens - charged_before
+            _charged["tokens"] += self._ledger.charged_tokens - charged_before
             return output
 
     WithLimits.__name__ = WithLimits.__qualname__ = ours.__name__
