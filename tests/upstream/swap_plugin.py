@@ -34,6 +34,8 @@ _USERS_OF_STOCK = (
 )
 
 _STAND_INS = {
+    "num_lookahead_tokens": 0,
+    "num_spec_tokens": 0,
     "block_size": 16,
     "kv_cache_config": SimpleNamespace(kv_cache_groups=[None]),
     "max_model_len": 100,
