@@ -16,24 +16,27 @@ ACCEPTED: dict[str, Callable[[int], int]] = {
     "all": lambda position: K,
 }
 by_acceptance = pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=ACCEPTED.keys())
-by_look_ahead = pytest.mark.parametrize("look_ahead", [0, K], ids=["ngram", "draft model"])
+DRAFTERS = {"ngram": (0, 0), "draft model": (K, 0), "EAGLE": (K, 1), "MTP": (K, K)}
+"""How far each looks ahead: in the KV cache, and in a prompt that is not computed to its end."""
+
+by_drafter = pytest.mark.parametrize("looks_ahead", DRAFTERS.values(), ids=DRAFTERS.keys())
 
 
-def drafting_bed(*args: object, look_ahead: int = 0, **kwargs: object) -> Bed:
-    """Build an engine that drafts; a drafter with a KV cache of its own looks ahead in it."""
+def drafting_bed(*args: object, looks_ahead: tuple[int, int] = (0, 0), **kwargs: object) -> Bed:
+    """Build an engine that drafts as if with one of the drafters."""
     bed = Bed(*args, drafts=K, **kwargs)  # type: ignore[arg-type]
-    bed.scheduler.num_lookahead_tokens = look_ahead
+    bed.scheduler.num_lookahead_tokens, bed.scheduler.num_prefill_lookahead = looks_ahead
     return bed
 
 
 @by_acceptance
-@by_look_ahead
+@by_drafter
 @pytest.mark.parametrize("streams", [1, 4])
 def test_a_user_gets_its_rate(
-    is_async: bool, accepted: Callable[[int], int], look_ahead: int, streams: int
+    is_async: bool, accepted: Callable[[int], int], looks_ahead: tuple[int, int], streams: int
 ) -> None:
     """With drafts a user gets its quota, within the bound of every window."""
-    bed = drafting_bed({"a": RATE}, is_async=is_async, accepted=accepted, look_ahead=look_ahead)
+    bed = drafting_bed({"a": RATE}, is_async=is_async, accepted=accepted, looks_ahead=looks_ahead)
     for _ in range(streams):
         bed.add("a", tokens=10_000)
     bed.run(until_ms=SECONDS * 1000)
@@ -102,10 +105,25 @@ def test_a_pause_changes_no_token(
     assert [len(bed.answers[name]) for name in names] == [12, 12]
 
 
-@by_look_ahead
-def test_a_full_cache_hit_is_padded_and_pays_for_one_token(is_async: bool, look_ahead: int) -> None:
+@by_drafter
+def test_a_prompt_stops_before_what_the_drafter_reads(
+    is_async: bool, looks_ahead: tuple[int, int]
+) -> None:
+    """A prompt of a user at its quota waits with as much left to compute as its drafter needs."""
+    bed = drafting_bed({"a": Fraction(1, 2)}, is_async=is_async, looks_ahead=looks_ahead)
+    bed.add("a", prompt=20, tokens=1)
+    name = bed.add("a", prompt=20, tokens=1)
+    bed.run()
+    chunks = [step.computed[name] for step in bed.steps_of(name)]
+    assert chunks == [20 - max(1, looks_ahead[1]), max(1, looks_ahead[1])]
+
+
+@by_drafter
+def test_a_full_cache_hit_is_padded_and_pays_for_one_token(
+    is_async: bool, looks_ahead: tuple[int, int]
+) -> None:
     """A request of which one token is left to compute comes in with padding, and gets one token."""
-    bed = drafting_bed({"a": 10}, is_async=is_async, look_ahead=look_ahead)
+    bed = drafting_bed({"a": 10}, is_async=is_async, looks_ahead=looks_ahead)
     prompt = [7] * 33
     bed.add("a", prompt=prompt, tokens=6)
     bed.add("b", prompt=9, tokens=200)
@@ -121,7 +139,7 @@ def test_a_full_cache_hit_is_padded_and_pays_for_one_token(is_async: bool, look_
 def test_preempted_drafts_are_given_back(is_async: bool) -> None:
     """Where blocks run out, paused requests give way, and the books stay balanced."""
     bed = drafting_bed(
-        {"a": 30, "b": 30}, is_async=is_async, num_blocks=14, max_num_seqs=8, look_ahead=K
+        {"a": 30, "b": 30}, is_async=is_async, num_blocks=14, max_num_seqs=8, looks_ahead=(K, 0)
     )
     for user in "aaabbb":
         bed.add(user, prompt=20, tokens=25)

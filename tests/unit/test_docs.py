@@ -194,6 +194,16 @@ def test_the_modes_table_is_generated_from_the_refusals() -> None:
     page = text_of("docs/modes.md")
     assert page == generator.with_modes_table(page, source)
     assert len(generator.refused_modes(source)) == source.count("    Refusal(\n") > 0
+    assert len(generator.supported_modes(source)) == source.count("    Support(") > 0
+
+
+def test_every_supported_mode_has_a_proof() -> None:
+    """The test that a row of the table names is there."""
+    generator = load_generator()
+    source = generator.REFUSALS.read_text(encoding="utf-8")
+    for _, _, proof in generator.supported_modes(source):
+        path, _, name = proof.partition("::")
+        assert f"\ndef {name}(" in text_of(path), proof
 
 
 def test_the_versions_named_are_the_ones_accepted() -> None:

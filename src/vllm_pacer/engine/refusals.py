@@ -1,6 +1,6 @@
-"""The modes in which limits are refused, as a table of data.
+"""The modes in which limits are refused, and those in which they are proved, as tables of data.
 
-A mode stands here until a test proves that limits hold in it.
+A mode is refused until a test proves that limits hold in it. The documentation is made from both.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,89 @@ class Refusal:
     way_out: str
     applies: Callable[[VllmConfig], bool]
 
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """A mode in which limits hold.
+
+    Attributes:
+        mode: What the operator may set or the client ask for.
+        how: On what it is proved.
+        proof: The test, by its path in the repository.
+    """
+
+    mode: str
+    how: str
+    proof: str
+
+
+_SERVED = "served"
+_SCHEDULER = "the real scheduler and KV cache manager"
+_UPSTREAM = "upstream's own tests, run with our scheduler"
+
+SUPPORTED = (
+    Support(
+        "synchronous and asynchronous scheduling",
+        _SERVED,
+        "tests/e2e/test_rates.py::test_rate_is_the_limit",
+    ),
+    Support(
+        "first come first served and priority",
+        _SCHEDULER,
+        "tests/engine/test_any_history.py::test_any_history",
+    ),
+    Support(
+        "chunked prefill, on or off",
+        _SCHEDULER,
+        "tests/engine/test_like_stock.py::test_without_limits_every_step_is_stock",
+    ),
+    Support("prefix caching", _SERVED, "tests/e2e/test_texts.py::test_text_is_the_same"),
+    Support(
+        "--speculative-config with drafts from the text (ngram)",
+        _SERVED,
+        "tests/e2e/test_drafts.py::test_rate_is_the_limit",
+    ),
+    Support(
+        "--speculative-config with a draft model, EAGLE or MTP, synchronous and asynchronous",
+        _SCHEDULER,
+        "tests/engine/test_drafts.py::test_a_user_gets_its_rate",
+    ),
+    Support(
+        "--pipeline-parallel-size > 1",
+        _SCHEDULER,
+        "tests/engine/test_pipeline.py::test_a_user_gets_its_rate",
+    ),
+    Support(
+        "steps longer than the burst",
+        _SCHEDULER,
+        "tests/engine/test_pacing.py::test_slow_steps_reach_the_rate",
+    ),
+    Support(
+        "structured output (JSON schema)",
+        _SERVED,
+        "tests/e2e/test_features.py::test_paused_json_follows_its_schema",
+    ),
+    Support(
+        "log probabilities, `n` > 1, `min_tokens`, stop strings, echo",
+        _SERVED,
+        "tests/e2e/test_features.py::test_answer_is_the_same",
+    ),
+    Support(
+        "several API servers (--api-server-count)",
+        _SERVED,
+        "tests/e2e/test_charges.py::test_charges_are_emitted_and_aborted_in_flight",
+    ),
+    Support(
+        "streaming-input sessions",
+        _UPSTREAM,
+        "tests/upstream/test_suites.py::test_no_test_that_passes_on_stock_is_lost",
+    ),
+    Support(
+        "a pooling model: nothing to limit",
+        "its configuration",
+        "tests/upstream/test_configuration.py::test_a_pooling_model_is_served_as_stock",
+    ),
+)
 
 _ANOTHER_MODEL = "serve this model without limits, or limit another one"
 
