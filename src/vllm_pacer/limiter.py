@@ -102,7 +102,7 @@ class OutputRateLimiter:
         return account
 
     def set_least_burst(self, least_ns: int) -> None:
-        """Let all users be as far ahead of their rates, from the next step on."""
+        """Let all users be at least `least_ns` ahead of their rates, from the next step on."""
         self._least_burst_ns = least_ns
 
     def begin_step(self, now_ns: int) -> int:

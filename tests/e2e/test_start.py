@@ -33,14 +33,9 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
         [DEFAULT, "1", "--max-num-seqs", "8", "--max-num-active-seqs", "9"],
         ["max_num_active_seqs", "max_num_seqs"],
     ),
-    "speculation": (
-        [
-            DEFAULT,
-            "1",
-            "--speculative-config",
-            '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}',
-        ],
-        ["vllm-pacer cannot limit", "--speculative-config", "leave it out"],
+    "adapters": (
+        [DEFAULT, "1", "--enable-lora"],
+        ["vllm-pacer cannot limit", "--enable-lora", "leave it out"],
     ),
     "data parallel": (
         [DEFAULT, "1", "--data-parallel-size", "2"],

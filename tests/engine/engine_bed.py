@@ -14,7 +14,7 @@ here tests the laws too:
 * what `sharing_laws` says.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -427,6 +427,10 @@ class Bed:
         self.core = EngineCore(config, executor_class, log_stats=False)
         self.scheduler: Any = self.core.scheduler
         self.executor: Any = self.core.model_executor
+        if is_async and pipeline > 1:
+            v2_model_runner = True  # vLLM's first one cannot do both
+            self.core.batch_queue_size = pipeline + 1
+            self.core.batch_queue = deque(maxlen=pipeline + 1)
         self.scheduler.use_v2_model_runner = v2_model_runner
         self.executor.worker.is_v2 = v2_model_runner
         self._watch_limiter()

@@ -107,7 +107,7 @@ class Drain:
         most = self.samples(self.live) + self.prompt_steps()
         assert len(computed) <= most, "steps for nothing"
         assert naps <= most, "looking for work for nothing"
-        in_flight = max(2, self.bed.pipeline)
+        in_flight = self.bed.pipeline + 1
         return (len(computed) + in_flight) * self.step_ns + naps * NS_PER_MS
 
     def quota_ns(self, user: str, request_ids: list[str]) -> int:

@@ -148,3 +148,31 @@ def test_preempted_drafts_are_given_back(is_async: bool) -> None:
     assert all(len(answer) == 25 for answer in bed.answers.values())
     bed.check_window_bound()
     bed.check_empty()
+
+
+def test_waiting_requests_leave_a_user_its_drafts(is_async: bool) -> None:
+    """However many requests of a user wait, those in the step get the drafts that it has quota for.
+
+    Without drafts four streams with steps of 50 ms could not have more than 80 tokens a second.
+    """
+    bed = drafting_bed(
+        {"a": 100}, is_async=is_async, accepted=ACCEPTED["all"], step_ms=50, max_num_seqs=4
+    )
+    for _ in range(30):
+        bed.add("a", tokens=1_000)
+    bed.run(until_ms=10_000)
+    assert bed.books.delivered["a"] >= 0.98 * 100 * 10
+    bed.check_window_bound()
+
+
+def test_an_idle_user_s_prompt_is_not_held_back(is_async: bool) -> None:
+    """A user with fewer tokens than drafts has its prompt computed as soon as without drafts."""
+
+    def first_token_ms(drafts: int) -> float | None:
+        bed = Bed({"a": 20}, is_async=is_async, drafts=drafts, max_num_batched_tokens=32)
+        bed.add("b", prompt=400, tokens=2)
+        name = bed.add("a", prompt=60, tokens=2)
+        bed.run()
+        return bed.first_token_ms(name)
+
+    assert first_token_ms(K) == first_token_ms(0)

@@ -287,3 +287,25 @@ def test_the_burst_is_as_before_when_steps_are_fast_again(is_async: bool) -> Non
     bed.run(until_ms=19_000)
     later = [stamp for stamp in bed.dispatched_ns("a") if stamp >= start]
     assert_window_bound(later, Fraction(20), 100_000_000)
+
+
+@pytest.mark.parametrize("burst_seconds", [0, 0.005])
+def test_a_short_burst_is_kept(is_async: bool, burst_seconds: float) -> None:
+    """Steps that are longer than a short burst, but not slow, leave it as it was chosen."""
+    bed = Bed({"a": 100}, is_async=is_async, burst_seconds=burst_seconds, step_ms=100)
+    for _ in range(8):
+        bed.add("a", tokens=50)
+    bed.run(until_ms=3_000)
+    assert bed.longest_burst_ns == 0
+    bed.check_window_bound()
+
+
+def test_the_time_between_two_calls_is_no_step() -> None:
+    """An offline engine that is not stepped between two calls has no slow steps."""
+    bed = Bed({"a": 20})
+    for _ in range(8):
+        name = bed.add("a", tokens=1)
+        while name not in bed.finished:
+            bed.step()
+        bed.clock.advance_ns(10_000_000_000)
+    assert bed.longest_burst_ns == 0

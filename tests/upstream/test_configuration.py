@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 """Engine arguments by which an operator gets into the mode."""
 
+OTHER_DRAFTS = (
+    "--speculative-config with medusa, suffix, dflash or another method that is not named here"
+)
+
 MODEL_PROPERTIES = {
     "an encoder-decoder model": "is_encoder_decoder",
     "a diffusion model": "is_diffusion",
@@ -294,6 +299,7 @@ def test_every_refusal_is_tried() -> None:
         *MODEL_PROPERTIES,
         "--aux-output-config",
         "--scheduler-cls",
+        OTHER_DRAFTS,
     }
 
 
@@ -356,6 +362,25 @@ def test_auxiliary_outputs_are_refused() -> None:
     with pytest.raises(UnsupportedModeError) as error:
         refuse_unsupported(config)
     assert_explained(str(error.value), refusal("--aux-output-config"))
+
+
+@pytest.mark.parametrize(
+    ("method", "is_refused"),
+    [
+        *[(method, False) for method in ("ngram", "draft_model", "eagle", "eagle3", "mtp")],
+        *[(method, True) for method in ("medusa", "suffix", "dflash", "custom_class", "later")],
+    ],
+)
+def test_other_ways_to_draft_are_refused(method: str, is_refused: bool) -> None:
+    """Drafts are charged where that is tested; the message names the ways in which it is."""
+    # Most need a model of their own: changed once the rest is built.
+    config = engine_args().create_engine_config()
+    config.speculative_config = SimpleNamespace(method=method)
+    assert refusal(OTHER_DRAFTS).applies(config) == is_refused
+    if is_refused:
+        with pytest.raises(UnsupportedModeError) as error:
+            refuse_unsupported(config)
+        assert_explained(str(error.value), refusal(OTHER_DRAFTS))
 
 
 def test_all_reasons_are_given_at_once() -> None:

@@ -77,6 +77,11 @@ SUPPORTED = (
         "tests/engine/test_drafts.py::test_a_user_gets_its_rate",
     ),
     Support(
+        "--speculative-config with a number of drafts that depends on the load",
+        _UPSTREAM,
+        "tests/upstream/test_suites.py::test_no_test_that_passes_on_stock_is_lost",
+    ),
+    Support(
         "--pipeline-parallel-size > 1",
         _SCHEDULER,
         "tests/engine/test_pipeline.py::test_a_user_gets_its_rate",
@@ -113,9 +118,23 @@ SUPPORTED = (
     ),
 )
 
+
+def _drafts_are_charged(config: VllmConfig) -> bool:
+    if config.speculative_config is None:
+        return True
+    method = str(config.speculative_config.method)
+    return method in ("ngram", "draft_model", "eagle", "eagle3") or method.endswith("mtp")
+
+
 _ANOTHER_MODEL = "serve this model without limits, or limit another one"
 
 REFUSALS = (
+    Refusal(
+        "--speculative-config with medusa, suffix, dflash or another method that is not named here",
+        "what it drafts is not proved to be charged",
+        "use ngram, draft_model, eagle, eagle3 or mtp",
+        lambda config: not _drafts_are_charged(config),
+    ),
     Refusal(
         "--data-parallel-size > 1",
         "every rank would grant each user the whole quota",

@@ -45,8 +45,11 @@ from vllm_pacer.pauses import User
 
 _new_tokens = attrgetter("new_token_ids")
 
+_SLOW_NS = 100_000_000
+"""A step is slow if it takes longer than this and than the burst: a shorter burst was chosen."""
+
 _SUSTAINED_STEPS = 4
-"""When so many steps in a row took longer than the burst, the next will too."""
+"""When so many steps in a row were slow, the next will be, too."""
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own name
 
@@ -77,6 +80,7 @@ class PacedScheduler(SharingScheduler):
         # Of the current step, or the last one between two.
         self._refused: dict[Request, None] = {}
         self._spent: dict[User[Request], None] = {}
+        self._asked: dict[User[Request], int] = {}  # requests that were offered drafts
         self._is_guarding = False
         self._slots_held_in_queue = 0
         self._was_held_back = False
@@ -96,8 +100,9 @@ class PacedScheduler(SharingScheduler):
         self._repeated: dict[str, int] = {}
         self._charges = NO_CHARGES
 
-        # How long the last steps took, if all of them took longer than the burst.
+        # How long the last steps took, if all of them were slow.
         self._burst_ns = int(self._pacing.burst * NS_PER_SECOND)
+        self._slow_ns = max(self._burst_ns, _SLOW_NS)
         self._least_burst_ns = 0
         self._slow_steps_ns: deque[int] = deque(maxlen=_SUSTAINED_STEPS)
         self._warned_of_slow_steps = False
@@ -135,6 +140,8 @@ class PacedScheduler(SharingScheduler):
                 self._wake(user)  # the token it may have been resumed for is free
             else:
                 del self._users[account.user]
+                if not self._users:
+                    self._busy_since_ns = None  # an offline engine does not step any more
                 self._watched.pop(user, None)
                 self._no_newcomer_before.pop(user, None)
                 self._fair.leave(user.member)
@@ -185,7 +192,7 @@ class PacedScheduler(SharingScheduler):
         self._other_waits = False
         self._skipped_until_ns = None
         self._hide_paused(now_ns)
-        if self._watched:
+        if self._watched:  # also those that go on in this step
             self._reserve_prefill_lookahead = self._reserve_within_quota
             self._is_guarding = True
         try:
@@ -196,13 +203,13 @@ class PacedScheduler(SharingScheduler):
         return output
 
     def _note_step_time(self, step_ns: int) -> None:
-        """Let the burst cover the time of a step while steps take longer than it.
+        """Let the burst cover the time of a step while steps are slow.
 
         What a user earns beyond the burst while a step runs expires, so it would stay below its
         rate. One long step does not count: it may have been the machine.
         """
         slow_steps = self._slow_steps_ns
-        if step_ns > self._burst_ns:
+        if step_ns > self._slow_ns:
             slow_steps.append(step_ns)
         else:
             slow_steps.clear()
@@ -266,6 +273,7 @@ class PacedScheduler(SharingScheduler):
             del self._reserve_prefill_lookahead
             self._promised.clear()
             self._promised_last = None
+            self._asked.clear()
         self._was_held_back = bool(self._held_back)
         if not self._is_hiding:
             if self._shown:
@@ -326,10 +334,11 @@ class PacedScheduler(SharingScheduler):
         if left := self._tokens_left(user):
             drafts = num_computed_tokens + num_new_tokens - num_tokens
             drafts -= request.num_output_placeholders
+            # What vLLM pads a request with that comes in are placeholders: none is ever accepted.
             if drafts <= 0 or request.status != RequestStatus.RUNNING:
-                drafts = 0  # with what vLLM pads a request that comes in is not accepted
-            # Its other requests come first: a draft may turn out to be for nothing.
-            unaffordable = max(drafts - max(left - user.account.requests, 0), 0)
+                drafts = unaffordable = 0
+            else:
+                unaffordable = max(drafts - self._draft_tokens_left(user, left), 0)
             self._promised[user] = self._promised.get(user, 0) + 1 + drafts - unaffordable
             self._promised_last = request
             return num_new_tokens - unaffordable
@@ -339,6 +348,16 @@ class PacedScheduler(SharingScheduler):
             return 0
         last_unsampled = num_tokens - max(1, self.num_prefill_lookahead)
         return max(last_unsampled - num_computed_tokens, 0)
+
+    def _draft_tokens_left(self, user: User[Request], left: int) -> int:
+        """Return how many tokens the user's next request may take for drafts in this step.
+
+        Its other requests in the step come first: a draft may turn out to be for nothing.
+        """
+        elsewhere = sum(map(len, user.paused.values())) + self.waiting.length_of(user)
+        self._asked[user] = asked = self._asked.get(user, 0) + 1
+        others = user.account.requests - elsewhere - asked
+        return max(left - 1 - max(others, 0), 0)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):
@@ -371,7 +390,7 @@ class PacedScheduler(SharingScheduler):
             self._dispatched[id(output)] = output, step
             busy_since_ns, self._busy_since_ns = self._busy_since_ns, now_ns
             if busy_since_ns is not None and (
-                now_ns - busy_since_ns > self._burst_ns or self._slow_steps_ns
+                now_ns - busy_since_ns > self._slow_ns or self._slow_steps_ns
             ):
                 self._note_step_time(now_ns - busy_since_ns)
         elif not self._dispatched:

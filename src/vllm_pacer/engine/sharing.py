@@ -149,15 +149,20 @@ class SharingScheduler(Scheduler):
         return self._pacing.fairness and len(self._users) > 1
 
     def _unpark(self, user: User[Request]) -> None:
-        self.waiting.unpark(user)
-        self._watch(user)
+        if self.waiting.is_parked(user):
+            self.waiting.unpark(user)
+            self._watch(user)
 
     def _watch(self, user: User[Request]) -> None:
         if user.account.limited:
             self._watched[user] = None
 
     def _ignore_if_idle(self, user: User[Request]) -> None:
-        """Watch a user no more of which nothing can take a token until a turn of it comes."""
+        """Stop watching a user if all its requests are paused or parked.
+
+        None of them can take a token before it goes on, has a turn again or comes in, and each of
+        these watches the user.
+        """
         idle = sum(map(len, user.paused.values()))
         if self.waiting.is_parked(user):
             idle += self.waiting.length_of(user)
@@ -173,9 +178,8 @@ class SharingScheduler(Scheduler):
         return user not in self._watched or self._tokens_left(user) > 0
 
     def _has_plenty(self, user: User[Request]) -> bool:
-        """Whether the user has all the tokens that its requests can take in a step."""
-        most = user.account.requests * self._most_tokens
-        return user not in self._watched or self._tokens_left(user) >= most
+        """Whether the user has a token for each of its requests."""
+        return user not in self._watched or self._tokens_left(user) >= user.account.requests
 
     # --- who gets in ---------------------------------------------------------------------------
 
