@@ -106,7 +106,8 @@ class Drain:
         naps = self.bed.naps - self.first_nap
         most = self.samples(self.live) + self.prompt_steps()
         assert len(computed) <= most, "steps for nothing"
-        assert naps <= most, "looking for work for nothing"
+        # A pipeline is looked at once per stage while a request is on its way through it.
+        assert naps <= most * self.bed.pipeline, "looking for work for nothing"
         in_flight = self.bed.pipeline + 1
         return (len(computed) + in_flight) * self.step_ns + naps * NS_PER_MS
 
@@ -187,8 +188,7 @@ class AnyHistory(RuleBasedStateMachine):
         active_share=st.integers(1, 4),
         num_blocks=st.none() | st.integers(MOST_BLOCKS + 1, 40),
         step_ms=st.sampled_from([1, 10, 30, 150]),
-        drafts=st.sampled_from([0, 0, 1, 4]),
-        pipeline=st.sampled_from([1, 1, 2, 3]),
+        drafts_and_stages=st.sampled_from([(0, 1), (1, 1), (4, 1), (0, 2), (0, 3)]),
         fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
@@ -200,6 +200,7 @@ class AnyHistory(RuleBasedStateMachine):
         active_share: int,
         num_blocks: int | None,
         chunked_prefill: bool,
+        drafts_and_stages: tuple[int, int],
         **kwargs: Any,
     ) -> None:
         """Build an engine core, small enough for everything to run short."""
@@ -213,6 +214,8 @@ class AnyHistory(RuleBasedStateMachine):
             max_num_active_seqs=min(max(1, max_num_seqs // active_share), MOST_ACTIVE),
             max_num_batched_tokens=self.budget,
             chunked_prefill=chunked_prefill,
+            drafts=drafts_and_stages[0],
+            pipeline=drafts_and_stages[1],
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks or max_num_seqs * (MOST_BLOCKS + 1) + 1,
             **kwargs,

@@ -52,16 +52,23 @@ settings_of_bed = st.fixed_dictionaries(
         "max_num_seqs": st.integers(4, 8),
         "max_num_active_seqs": st.integers(1, 4),
         "num_blocks": st.integers(16, 40),
-        "drafts": st.sampled_from([0, 0, 1, 3]),
-        "pipeline": st.sampled_from([1, 1, 2, 3]),
+        "drafts_and_stages": st.sampled_from([(0, 1), (1, 1), (3, 1), (0, 2), (0, 3)]),
     }
 )
 
 
-def steps_of(arrivals: list[Arrival], **kwargs: Any) -> list[StepRecord]:
+def steps_of(
+    arrivals: list[Arrival], drafts_and_stages: tuple[int, int], **kwargs: Any
+) -> list[StepRecord]:
     """Run the arrivals to their end and return the steps."""
     chunked = kwargs["chunked_prefill"]
-    bed = Bed(block_size=4, max_num_batched_tokens=16 if chunked else 256, **kwargs)
+    bed = Bed(
+        block_size=4,
+        max_num_batched_tokens=16 if chunked else 256,
+        drafts=drafts_and_stages[0],
+        pipeline=drafts_and_stages[1],
+        **kwargs,
+    )
     ordered = sorted(arrivals, key=lambda each: each.at_step)
     aborts: dict[int, list[str]] = {}
     step = 0

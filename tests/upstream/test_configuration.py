@@ -253,7 +253,13 @@ EC_CONNECTOR = {
     "ec_connector_extra_config": {"shared_storage_path": "unused"},
 }
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--speculative-config with --pipeline-parallel-size > 1": {
+        "speculative_config": NGRAM,
+        "pipeline_parallel_size": 2,
+    },
     "--data-parallel-size > 1": {"data_parallel_size": 2},
     "--distributed-executor-backend external_launcher": {
         "distributed_executor_backend": "external_launcher"

@@ -136,6 +136,15 @@ REFUSALS = (
         lambda config: not _drafts_are_charged(config),
     ),
     Refusal(
+        "--speculative-config with --pipeline-parallel-size > 1",
+        "drafts of several steps in flight are not proved to be charged",
+        "leave out one of them",
+        lambda config: (
+            config.speculative_config is not None
+            and config.parallel_config.pipeline_parallel_size > 1
+        ),
+    ),
+    Refusal(
         "--data-parallel-size > 1",
         "every rank would grant each user the whole quota",
         "start one server per rank and pin each user to one of them",
