@@ -161,7 +161,8 @@ class Lines(Generic[R]):
     def take_turn(self) -> Line[R] | None:
         """Return the line whose turn is next in this step, or `None`."""
         turns = self._turns_of_this_step()
-        while turns and not turns[0].line:
+        # Since the turns were put in order a line may have become empty, or its user parked.
+        while turns and (not turns[0].line or turns[0].line.user in self._parked):
             heapq.heappop(turns)
         first = self._first_in_order()
         if turns and (first is None or turns[0] < first):

@@ -60,3 +60,19 @@ def test_a_request_that_waits_again_takes_its_old_place() -> None:
     lines.add(other, "later", (0, 2.0, "later"))
     lines.begin_step(0)
     assert [request for _, request in lines.heads(3)] == ["request", "later"]
+
+
+def test_who_is_parked_in_the_middle_of_a_step_has_no_turn_in_it() -> None:
+    """Turns that were put in order before do not outlive the parking, whatever share they are by."""
+    holder, other = user("holder"), user("other")
+    shares = dict.fromkeys((holder, other), 1.0)
+    lines = Lines(shares.__getitem__)
+    for number, each in enumerate((holder, other)):
+        lines.add(each, each.account.user, (0, number, ""))
+    lines.begin_step(0)
+    lines.end_turn(lines.add(other, "came back", (0, -1, "")))  # puts all turns in order
+    lines.park(holder, until_ns=100)
+    assert lines.take_turn() is None
+    assert lines.begin_step(100) == [holder]
+    turns = [lines.take_turn(), lines.take_turn()]
+    assert {turn.user for turn in turns if turn is not None} == {holder, other}
