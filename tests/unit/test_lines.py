@@ -63,7 +63,7 @@ def test_a_request_that_waits_again_takes_its_old_place() -> None:
 
 
 def test_who_is_parked_in_the_middle_of_a_step_has_no_turn_in_it() -> None:
-    """Turns that were put in order before do not outlive the parking, whatever share they are by."""
+    """A turn that was put in order before does not outlive the parking, whatever its share."""
     holder, other = user("holder"), user("other")
     shares = dict.fromkeys((holder, other), 1.0)
     lines = Lines(shares.__getitem__)
