@@ -75,14 +75,8 @@ class Table:
     columns: dict[str, str]
 
     def of(self, rows: list[Result]) -> str:
-        """Return the table as Markdown.
-
-        Raises:
-            ValueError: A column is empty in all rows: its name is not what the benchmark calls it.
-        """
+        """Return the table as Markdown; an older result may lack columns."""
         names = [cell.partition(":")[0].strip("{}") for cell in self.columns.values()]
-        if missing := [name for name in names if not any(name in row for row in rows)]:
-            raise ValueError(f"{self.title}: no row has {', '.join(missing)}")
         lines = [
             f"### {self.title}\n",
             "| " + " | ".join(self.columns) + " |",
@@ -95,6 +89,12 @@ class Table:
             ]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
+
+    def check(self, rows: list[Result]) -> None:
+        """Raise `ValueError` if a column is empty: the benchmark calls it by another name."""
+        names = [cell.partition(":")[0].strip("{}") for cell in self.columns.values()]
+        if missing := [name for name in names if not any(name in row for row in rows)]:
+            raise ValueError(f"{self.title}: no row has {', '.join(missing)}")
 
 
 _BESIDE = {
@@ -262,6 +262,8 @@ def main(names: list[str]) -> None:
         print(f"{name} …", flush=True)
         result = {"circumstances": circumstances(name), **import_module(name).measure()}
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        for part, table in _TABLES[name].items():
+            table.check(result[part])
     stored = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
         for name in BENCHMARKS
