@@ -6,7 +6,8 @@ The rules:
    that may run out of quota in the step is watched: `_reserve_prefill_lookahead`, which vLLM asks
    once per candidate just before it allocates KV blocks, promises it no more tokens than it has. A
    request that is refused one is skipped, or its prefill goes on up to the position before the one
-   that samples; one that gets fewer than it has drafts for is computed with fewer drafts. As long as nobody is watched, vLLM's own method is asked.
+   that samples; one that has quota for fewer drafts is computed with fewer. As long as nobody is
+   watched, vLLM's own method is asked.
 2. Paused requests are taken out of `running` while `super().schedule()` runs and put back at its
    end, so between two calls vLLM sees all its residents and within one only those that may run.
    They keep slot, KV and history.
