@@ -85,7 +85,7 @@ class OutputRateLimiter:
         self._open_steps: dict[int, None] = {}
         self._step = 0
         self._now_ns = 0
-        self._least_burst_ns = 0
+        self.least_burst_ns = 0  # changed by `set_least_burst` alone
 
     def __len__(self) -> int:
         """Return the number of users remembered."""
@@ -103,7 +103,7 @@ class OutputRateLimiter:
 
     def set_least_burst(self, least_ns: int) -> None:
         """Let all users be at least `least_ns` ahead of their rates, from the next step on."""
-        self._least_burst_ns = least_ns
+        self.least_burst_ns = least_ns
 
     def begin_step(self, now_ns: int) -> int:
         """Open a step at `now_ns`, which is not before the step that was opened last.
@@ -254,11 +254,11 @@ class OutputRateLimiter:
         account.lowest = _NOT_OBSERVED
         account.step = self._step
         account.horizon = now + account._burst
-        if self._least_burst_ns:
+        if self.least_burst_ns:
             account.horizon = now + self._burst_of(account)
 
     def _burst_of(self, account: Account) -> int:
-        return max(account._burst, self._least_burst_ns * account._scale)
+        return max(account._burst, self.least_burst_ns * account._scale)
 
     def _still_open(
         self, charges: tuple[tuple[int, int], ...], level: int

@@ -104,7 +104,6 @@ class PacedScheduler(SharingScheduler):
         # How long the last steps took, if all of them were slow.
         self._burst_ns = int(self._pacing.burst * NS_PER_SECOND)
         self._slow_ns = max(self._burst_ns, _SLOW_NS)
-        self._least_burst_ns = 0
         self._slow_steps_ns: deque[int] = deque(maxlen=_SUSTAINED_STEPS)
         self._warned_of_slow_steps = False
 
@@ -216,10 +215,9 @@ class PacedScheduler(SharingScheduler):
             slow_steps.clear()
         is_sustained = len(slow_steps) == _SUSTAINED_STEPS
         least_ns = min(slow_steps) if is_sustained else 0
-        if least_ns < self._least_burst_ns:
+        if least_ns < self._limiter.least_burst_ns:
             for user in self._users.values():
                 self._watch(user)  # what it had left may be gone
-        self._least_burst_ns = least_ns
         self._limiter.set_least_burst(least_ns)
         if is_sustained:
             self._warn_of_slow_steps(least_ns)
