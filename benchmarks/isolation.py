@@ -26,7 +26,9 @@ from paths import SMOLLM2
 from serving import VERSION, launched, throughput
 
 RUNS = 3
-QUIET_REQUESTS = 100
+TURNS = 2
+"""How often many streams are measured in a run, each time between two measurements of one."""
+QUIET_REQUESTS = 150
 QUIET_TOKENS = 12
 NEIGHBOUR_TOKENS = 4000
 NEIGHBOUR_RATE = 40
@@ -187,10 +189,11 @@ def steps_waited(excerpt: Excerpt, user: str) -> list[int]:
 
 
 def beside_streams() -> list[dict]:
-    """Measure the quiet user alone, and beside many streams between two times beside one.
+    """Measure the quiet user alone, and beside one stream and many streams in turns.
 
     The machine gets faster and slower from minute to minute, so what is compared lies close
-    together.
+    together. What such a comparison is worth is seen where nothing differs: the times beside one
+    stream are compared with each other, too.
     """
     rows = []
     with engine(LIMITS) as server:
@@ -198,15 +201,32 @@ def beside_streams() -> list[dict]:
         for run in range(RUNS):
             rows.append({"run": run, **asyncio.run(phase(server, 0)).row})
             for streams in STREAMS:
-                before = asyncio.run(phase(server, 1))
-                many = asyncio.run(
-                    phase(server, streams, requests=2 * QUIET_REQUESTS, to_the_end=run == 0)
-                )
-                after = asyncio.run(phase(server, 1))
-                one = {**before.row, **latencies(before.answers + after.answers)}
-                rows += [{"run": run, **one}, {"run": run, **many.row, **ratios(many.row, one)}]
+                ones, manys = [asyncio.run(phase(server, 1))], []
+                for turn in range(TURNS):
+                    to_the_end = run == turn == 0
+                    manys.append(asyncio.run(phase(server, streams, to_the_end=to_the_end)))
+                    ones.append(asyncio.run(phase(server, 1)))
+                one, many = pooled(ones), pooled(manys)
+                again = ratios(ones[-1].row, ones[0].row)
+                rows.append({"run": run, **one, **again})
+                rows.append({"run": run, **many, **ratios(many, one)})
                 print(*rows[-2:], sep="\n", flush=True)
     return rows
+
+
+def pooled(phases: list[Phase]) -> dict[str, Any]:
+    """Return the row of all phases together; a count or a rate is the worst of them."""
+    rows = [phase.row for phase in phases]
+    return {
+        **phases[0].row,
+        **latencies([answer for phase in phases for answer in phase.answers]),
+        "most_steps_waited": max(row["most_steps_waited"] for row in rows),
+        "errors": sum(row["errors"] for row in rows),
+        "neighbour_tokens_per_second": max(
+            (row["neighbour_tokens_per_second"] for row in rows),
+            key=lambda rate: abs(rate - NEIGHBOUR_RATE),
+        ),
+    }
 
 
 def ratios(row: dict[str, float], one: dict[str, float]) -> dict[str, float]:
@@ -223,7 +243,7 @@ def beside_long_prompts() -> list[dict]:
     with engine(LIMITS, "--max-num-batched-tokens", "256") as server:
         asyncio.run(phase(server, 0))
         for run in range(RUNS):
-            measured = asyncio.run(phase(server, 64, 800, requests=2 * QUIET_REQUESTS))
+            measured = asyncio.run(phase(server, 64, 800))
             chunk = chunk_steps_ms(measured.excerpt)
             row = {"run": run, **measured.row, "chunk_p50_ms": median(chunk)}
             row["chunk_p99_ms"] = percentile(chunk, 99)

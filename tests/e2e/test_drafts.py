@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 from served.client import Answer, Client, Prompt, arrivals_of
+from served.rates import steady_ns, tokens_per_second
 from served.record import Excerpt
 from served.server import API_SERVER, Server, launched, wait_until_ready
-from test_rates import BURST_SECONDS, Run, tokens_per_second
 from test_windows import BURST_NS, ns_over_quota
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
@@ -58,15 +58,22 @@ def texts(server: Server) -> Texts:
     return Texts(free, asyncio.run(_ask(server.url, "texts", PROMPTS, 60)), excerpt)
 
 
+@dataclass(frozen=True)
+class Run:
+    """When tokens arrived, and what the engine did."""
+
+    arrivals_ns: list[int]
+    excerpt: Excerpt
+
+
 @pytest.fixture(scope="module")
-def run(server: Server) -> tuple[Run, Excerpt]:
+def run(server: Server) -> Run:
     """A limited user with four streams."""
     start = server.record.position()
     prompts: list[Prompt] = [f"stream {index}" for index in range(STREAMS)]
     answers = asyncio.run(_ask(server.url, "limited", prompts, RATE * SECONDS // STREAMS))
     excerpt = server.record.settled_since(start)
-    steps = [step["at_ns"] for step in excerpt.steps]
-    return Run({"limited": arrivals_of(answers)}, steps), excerpt
+    return Run(arrivals_of(answers), excerpt)
 
 
 def test_drafts_are_accepted(texts: Texts) -> None:
@@ -83,22 +90,21 @@ def test_text_is_the_same(texts: Texts, index: int) -> None:
     assert limited.text == free.text
 
 
-def test_rate_is_the_limit(run: tuple[Run, Excerpt]) -> None:
+def test_rate_is_the_limit(run: Run) -> None:
     """With drafts, too, tokens arrive at the limit within 0.5 % from behind the burst on."""
-    begin, end = run[0].longest_stretch_without_stall()
-    arrivals = [at_ns for at_ns in run[0].arrivals["limited"] if begin <= at_ns <= end]
-    steady_ns = arrivals[int(BURST_SECONDS * RATE) + 1 :]
-    assert len(steady_ns) >= 200
-    assert tokens_per_second(steady_ns) == pytest.approx(RATE, rel=0.005)
+    steps_ns = [step["at_ns"] for step in run.excerpt.steps]
+    steady = steady_ns(run.arrivals_ns, steps_ns, RATE)
+    assert len(steady) >= 200
+    assert tokens_per_second(steady) == pytest.approx(RATE, rel=0.005)
 
 
-def test_dispatched_tokens_in_every_window(run: tuple[Run, Excerpt]) -> None:
+def test_dispatched_tokens_in_every_window(run: Run) -> None:
     """On dispatch stamps no window of W seconds holds more than (W + burst) x N + 1 tokens."""
-    assert ns_over_quota(run[1].dispatch_ns_by_user()["limited"], RATE) <= BURST_NS
+    assert ns_over_quota(run.excerpt.dispatch_ns_by_user()["limited"], RATE) <= BURST_NS
 
 
-def test_charges_are_what_came_out(run: tuple[Run, Excerpt]) -> None:
+def test_charges_are_what_came_out(run: Run) -> None:
     """All that was taken for rejected drafts has been given back."""
-    excerpt = run[1]
+    excerpt = run.excerpt
     charged = excerpt.charged_by_user["limited"] - excerpt.refunded_by_user["limited"]
     assert charged == excerpt.emitted_by_user["limited"] == RATE * SECONDS

@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 from served.offline import RATES, TOKENS
+from served.rates import steady_ns, tokens_per_second
+from served.record import Record
 from served.server import environment, stop
 
 from paths import TINY_LLAMA
 
-BURST_SECONDS = 0.1
 ENGINES = {"one process": "0", "engine process": "1"}
 SCRIPT = Path(__file__).parent / "served" / "offline.py"
 
 
 @pytest.fixture(scope="module")
 def results(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script printed, with the engine in its own process and in another."""
+    """What the script printed and the probe recorded, with the engine in its process or another."""
     folder = tmp_path_factory.mktemp("offline")
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for engine, multiprocessing in ENGINES.items():
-            variables = environment(vllm_version, "sync")
+            variables = environment(vllm_version, "sync", record=folder / f"{engine}.jsonl")
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = multiprocessing
             if multiprocessing == "0":
                 # In one process vLLM does not bind its threads, and they spin for each other.
@@ -37,7 +38,13 @@ def results(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> dict
                     env=variables,
                     start_new_session=True,
                 )
-        return {engine: _result(process, folder / engine) for engine, process in processes.items()}
+        return {
+            engine: {
+                **_result(process, folder / engine),
+                "excerpt": Record(folder / f"{engine}.jsonl").since(),
+            }
+            for engine, process in processes.items()
+        }
     finally:
         for process in processes.values():
             stop(process)
@@ -55,11 +62,13 @@ def _result(process: subprocess.Popen[bytes], output: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("user", TOKENS)
 def test_offline_rate_is_the_limit(results: dict[str, Any], engine: str, user: str) -> None:
-    """All tokens come, at the limit from the end of the burst on, within 0.5 %."""
-    result = results[engine]
-    assert result["tokens"][user] == TOKENS[user]
-    steady_tokens = TOKENS[user] - 1 - int(BURST_SECONDS * RATES[user])
-    assert steady_tokens / result["seconds"][user] == pytest.approx(RATES[user], rel=0.005)
+    """All tokens come, and from the end of the burst on at the limit within 0.5 %."""
+    excerpt = results[engine]["excerpt"]
+    instants_ns = excerpt.dispatch_ns_by_user()[user]
+    assert results[engine]["tokens"][user] == len(instants_ns) == TOKENS[user]
+    steady = steady_ns(instants_ns, [step["at_ns"] for step in excerpt.steps], RATES[user])
+    assert len(steady) > TOKENS[user] / 2
+    assert tokens_per_second(steady) == pytest.approx(RATES[user], rel=0.005)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
