@@ -17,30 +17,53 @@ here tests the laws too:
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from bed_connector import NAME as BED_CONNECTOR
+from bed_connector import BedConnector
 from sharing_laws import SharingLaws
 from vllm.config import (
     CacheConfig,
+    KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+)
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+)
 
 from vllm_pacer.clock import NS_PER_SECOND, FakeClock
 from vllm_pacer.config import PacerConfig
@@ -99,6 +122,7 @@ class _Context:
     tokens: int  # prompt and all that was sampled, in flight or not
     computed: int
     blocks: list[int]
+    images: list[MultiModalFeatureSpec] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)  # drafts, by step
 
 
@@ -117,17 +141,18 @@ class Worker:
         self,
         scripts: Mapping[str, Script],
         max_num_seqs: int,
-        block_size: int,
         accepted: Callable[[int], int],
     ) -> None:
         self._scripts = scripts
         self._max_num_seqs = max_num_seqs
-        self._block_size = block_size
+        self.block_size = 0
         self._contexts: dict[str, _Context] = {}
         self._resident: set[str] = set()
         self._last_step: set[str] = set()
+        self._encoded: set[str] = set()  # images
         self._accepted = accepted
         self.is_v2 = False
+        self.is_encoder_decoder = False
 
     @property
     def residents(self) -> frozenset[str]:
@@ -145,7 +170,9 @@ class Worker:
             known = new.prefill_token_ids or new.prompt_token_ids or []
             self._admit(new.req_id, new.prompt_len, len(known), new.num_computed_tokens)
             self._contexts[new.req_id].blocks = list(new.block_ids[0])
+            self._contexts[new.req_id].images = new.mm_features
         self._go_on(output.scheduled_cached_reqs)
+        self._encode(output)
         drafts = output.scheduled_spec_decode_tokens
         sampled = {
             request_id: tokens
@@ -177,8 +204,10 @@ class Worker:
             history = cached.all_token_ids.get(request_id)
             if request_id in cached.resumed_req_ids:
                 assert history is not None, f"{request_id} resumes without its history"
+                images = context.images
                 self._admit(request_id, context.prompt_tokens, len(history), computed)
                 context = self._contexts[request_id]
+                context.images = images
             assert request_id in self._resident, f"{request_id} has no slot"
             # Of the steps in flight the scheduler does not know yet what was rejected.
             ahead = [sum(context.rejected[-steps:]) for steps in range(1, MOST_IN_FLIGHT + 1)]
@@ -189,6 +218,23 @@ class Worker:
                 assert len(history) == context.tokens, f"the history of {request_id} has a gap"
             context.blocks += new_blocks[0] if new_blocks else []
 
+    def _encode(self, output: SchedulerOutput) -> None:
+        self._encoded -= set(output.free_encoder_mm_hashes)
+        for request_id, numbers in output.scheduled_encoder_inputs.items():
+            for number in numbers:
+                image = self._contexts[request_id].images[number].identifier
+                assert image not in self._encoded, f"{image} is encoded twice"
+                self._encoded.add(image)
+
+    def _look_at_images(self, context: _Context, begin: int) -> None:
+        for image in context.images:
+            place = image.mm_position
+            is_needed = (
+                begin == 0 if self.is_encoder_decoder else begin < place.offset + place.length
+            )
+            if is_needed and place.offset < context.computed:
+                assert image.identifier in self._encoded, f"{image.identifier} is not encoded"
+
     def _admit(self, request_id: str, prompt_tokens: int, tokens: int, computed: int) -> None:
         self._resident.discard(request_id)
         assert len(self._resident) < self._max_num_seqs, "no free slot"
@@ -198,9 +244,10 @@ class Worker:
     def _compute(self, request_id: str, count: int, drafts: Sequence[int]) -> list[int]:
         context = self._contexts[request_id]
         context.computed += count
+        self._look_at_images(context, context.computed - count)
         known = context.tokens + len(drafts)
         assert context.computed <= known, f"{request_id} computes what is not there"
-        assert context.computed <= len(context.blocks) * self._block_size, "no block to write to"
+        assert context.computed <= len(context.blocks) * self.block_size, "no block to write to"
         if context.computed < context.tokens:
             return []
         position = context.tokens - context.prompt_tokens
@@ -231,6 +278,64 @@ class _Result(Future[Any]):
         return self._value
 
 
+class _Grammar(StructuredOutputGrammar):
+    """Accepts the words of a script, each once and in order."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._position = 0
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Go on by some tokens, if they are those of the script."""
+        is_right = self.validate_tokens(tokens) == tokens
+        self._position += len(tokens) * is_right
+        return is_right
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Return those of the tokens that the script begins with here."""
+        for index, token in enumerate(tokens):
+            if token != self._script.token(self._position + index):
+                return tokens[:index]
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back."""
+        self._position -= num_tokens
+
+    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
+        """Do nothing: the worker follows its script."""
+
+    def is_terminated(self) -> bool:
+        """Never: a script ends with a token of its own or by its length."""
+        return False
+
+    def reset(self) -> None:
+        """Go back to the beginning."""
+        self._position = 0
+
+
+class _Backend(StructuredOutputBackend):
+    """Makes the bit masks that nobody reads here; grammars come with their requests."""
+
+    def compile_grammar(self, *args: Any, **kwargs: Any) -> StructuredOutputGrammar:
+        """Not used."""
+        raise NotImplementedError
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """Return one word for each row."""
+        return torch.zeros((max_num_seqs, 1), dtype=torch.int32)
+
+    def destroy(self) -> None:
+        """Do nothing."""
+
+
+class _Compiling(_Result):
+    """A grammar that is there at an instant of the fake clock."""
+
+    def done(self) -> bool:
+        return self._clock.now_ns() >= self._at_ns
+
+
 class ScriptedExecutor(Executor):
     """One worker that takes `step_ns` per step and computes steps in the order of dispatch.
 
@@ -240,14 +345,17 @@ class ScriptedExecutor(Executor):
     worker: Worker
     clock: FakeClock
     step_ns: int
-    block_size: int
+    layers: dict[str, KVCacheSpec]
     stages: int
     num_drafts: int
     on_dispatch: Callable[[StepRecord], None]
     observers: list[Callable[[SchedulerOutput], None]]
+    connector: BedConnector | None = None
+    load_ns: int
 
     def _init_executor(self) -> None:
         self._free_at_ns = 0
+        self._loaded_ns: dict[str, int] = {}
         self._next: tuple[ModelRunnerOutput, int]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
@@ -266,8 +374,10 @@ class ScriptedExecutor(Executor):
             frozenset(scheduler_output.preempted_req_ids or ()),
         )
         self.on_dispatch(record)
+        transfers = self._transfers(now_ns)
         if not record.computed:
-            return _Result(EMPTY_MODEL_RUNNER_OUTPUT, max(now_ns, self._free_at_ns), self.clock)
+            empty = replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=transfers)
+            return _Result(empty, max(now_ns, self._free_at_ns), self.clock)
         begins_at_ns = max(now_ns, self._free_at_ns)
         self._free_at_ns = begins_at_ns + self.step_ns // self.stages
         request_ids = list(record.computed)
@@ -275,9 +385,21 @@ class ScriptedExecutor(Executor):
             req_ids=request_ids,
             req_id_to_index={each: index for index, each in enumerate(request_ids)},
             sampled_token_ids=[sampled.get(each, []) for each in request_ids],
+            kv_connector_output=transfers,
         )
         self._next = result, begins_at_ns + self.step_ns
         return _Result(None, now_ns, self.clock)
+
+    def _transfers(self, now_ns: int) -> KVConnectorOutput | None:
+        """Return whose KV blocks have been loaded by now."""
+        if self.connector is None:
+            return None
+        while self.connector.loading:
+            self._loaded_ns[self.connector.loading.pop()] = now_ns + self.load_ns
+        loaded = {each for each, at_ns in self._loaded_ns.items() if at_ns <= now_ns}
+        for each in loaded:
+            del self._loaded_ns[each]
+        return KVConnectorOutput(finished_recving=loaded)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Return the tokens of the step that was computed last."""
@@ -289,11 +411,8 @@ class ScriptedExecutor(Executor):
         return self.worker.drafts(self.num_drafts) if self.num_drafts else None
 
     def get_kv_cache_specs(self) -> Any:
-        """Return one small attention layer."""
-        spec = FullAttentionSpec(
-            block_size=self.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        return [{"layer": spec}]
+        """Return the small layers of the bed's model."""
+        return [self.layers]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         """Return the usual layout."""
@@ -335,6 +454,10 @@ class Bed:
         pipeline: How many batches are computed at once, each in a stage of its own.
         drafts: How many tokens are drafted for each request and step.
         accepted: How many of the drafts for a position of an answer are right, at most.
+        layers: What the model is made of, a key of `LAYERS`.
+        max_loras: How many LoRA adapters a step can have; none without.
+        load_ms: How long the KV blocks of a prompt are being loaded; no connector if not given.
+        encoder_tokens: How many tokens of images are encoded in a step, and kept, at most.
         scheduler_cls: What builds our scheduler, if not the class itself on the bed's clock.
 
     """
@@ -361,6 +484,10 @@ class Bed:
         pipeline: int = 1,
         drafts: int = 0,
         accepted: Callable[[int], int] = lambda position: position % 3,
+        layers: str = "full",
+        max_loras: int | None = None,
+        encoder_tokens: int = 0,
+        load_ms: int | None = None,
         scheduler_cls: Any = None,
     ) -> None:
         self.clock = FakeClock()
@@ -380,6 +507,7 @@ class Bed:
         self.steps: list[StepRecord] = []
         self.books = Books()
         self.naps = 0
+        self.last_grammar_ns = 0  # when all are compiled
         self.longest_burst_ns = 0  # that steps have made necessary
         self.kept_stamps: dict[str, list[int]] = {}
         self.observers: list[Callable[[SchedulerOutput], None]] = []
@@ -397,6 +525,9 @@ class Bed:
             chunked_prefill=chunked_prefill,
             pipeline=pipeline,
             drafts=drafts,
+            layers=layers,
+            max_loras=max_loras,
+            has_connector=load_ms is not None,
         )
         # vLLM's CPU platform switches it off, whatever was asked for.
         config.scheduler_config.async_scheduling = is_async
@@ -407,6 +538,8 @@ class Bed:
                 clock=self.clock,
             )
         self.pipeline = pipeline
+        self.layer_groups = layer_groups(layers)
+        self.max_loras = max_loras
         self.max_active = max_num_active_seqs or max_num_seqs
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
@@ -414,25 +547,36 @@ class Bed:
             "BedExecutor",
             (ScriptedExecutor,),
             {
-                "worker": Worker(self.scripts, max_num_seqs, block_size, accepted),
+                "worker": Worker(self.scripts, max_num_seqs, accepted),
                 "clock": self.clock,
                 "step_ns": step_ms * NS_PER_MS,
-                "block_size": block_size,
+                "layers": LAYERS[layers](block_size, config),
                 "stages": pipeline,
                 "num_drafts": drafts,
                 "on_dispatch": staticmethod(self._note_dispatch),
                 "observers": self.observers,
+                "load_ns": (load_ms or 0) * NS_PER_MS,
             },
         )
         self.core = EngineCore(config, executor_class, log_stats=False)
+        self.core.structured_output_manager.backend = _Backend(config, None, 0)  # type: ignore[arg-type]
         self.scheduler: Any = self.core.scheduler
+        self.scheduler.max_num_encoder_input_tokens = encoder_tokens
+        is_encoder_decoder = layers == "encoder decoder"
+        self.scheduler.is_encoder_decoder = is_encoder_decoder
+        encoder_cache = EncoderDecoderCacheManager if is_encoder_decoder else EncoderCacheManager
+        self.scheduler.encoder_cache_manager = encoder_cache(encoder_tokens)
         self.executor: Any = self.core.model_executor
+        self.executor.connector = self.scheduler.connector
+        first_group = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        self.executor.worker.block_size = first_group.block_size
         if is_async and pipeline > 1:
             v2_model_runner = True  # vLLM's first one cannot do both
             self.core.batch_queue_size = pipeline + 1
             self.core.batch_queue = deque(maxlen=pipeline + 1)
         self.scheduler.use_v2_model_runner = v2_model_runner
         self.executor.worker.is_v2 = v2_model_runner
+        self.executor.worker.is_encoder_decoder = is_encoder_decoder
         self._watch_limiter()
         self._watch_aborts()
         self.laws = SharingLaws(self) if paced else None
@@ -447,6 +591,10 @@ class Bed:
         tokens: int = 16,
         ends_with: int | None = None,
         priority: int = 0,
+        adapter: int | None = None,
+        grammar_ms: int | None = None,
+        images: Sequence[tuple[int, int, str]] = (),
+        loads: tuple[int, bool] | None = None,
         request_id: str | None = None,
         params: SamplingParams | None = None,
     ) -> str:
@@ -458,6 +606,11 @@ class Bed:
             tokens: The length of the answer.
             ends_with: `EOS` or `STOP` if the answer ends by itself, not by `max_tokens`.
             priority: vLLM's priority, less is better.
+            adapter: The number of the LoRA adapter that it uses.
+            grammar_ms: How long its grammar is being compiled; `None` for free text.
+            loads: How much of its prompt is loaded from elsewhere: tokens, and whether the engine
+                goes on meanwhile.
+            images: What in its prompt stands for images: offset, length and name of each.
             request_id: Its id.
             params: Sampling parameters in the place of those that follow from the rest.
 
@@ -465,6 +618,8 @@ class Bed:
         request_id = request_id or f"{user}-{len(self.requests)}"
         if params is None:
             params = sampling_params(user, tokens if ends_with is None else tokens + 100)
+        if grammar_ms is not None:
+            params.structured_outputs = StructuredOutputsParams(json_object=True)
         if isinstance(prompt, int):
             first = _FIRST_WORD + len(self.requests)
             prompt = [first, *[_FIRST_WORD + each % 7 for each in range(prompt - 1)]]
@@ -474,13 +629,26 @@ class Bed:
             params,
             None,
             arrival_time=self.clock.now_ns() / NS_PER_SECOND,
+            mm_features=[
+                MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+                for offset, length, name in images
+            ],
             priority=priority,
+            lora_request=adapter and LoRARequest(f"adapter-{adapter}", adapter, "nowhere"),
             block_hasher=self.core.request_block_hasher,
         )
+        if loads is not None:
+            request.kv_transfer_params = {"tokens": loads[0], "is_async": loads[1]}
         self.scripts[request_id] = script = Script(user or ANONYMOUS_USER, tokens, ends_with)
         self.users[script.user] = None
         self.requests[request_id] = request
         self.answers[request_id] = []
+        if grammar_ms is not None:
+            ready_ns = self.now_ns + grammar_ms * NS_PER_MS
+            self.last_grammar_ns = max(self.last_grammar_ns, ready_ns)
+            request.structured_output_request.grammar = _Compiling(
+                _Grammar(script), ready_ns, self.clock
+            )
         self.core.add_request(request)
         return request_id
 
@@ -644,6 +812,8 @@ class Bed:
         if record.computed:
             self._in_flight.append(record)
         assert len(record.computed) <= self.max_active, "more active requests than allowed"
+        adapters = {self.requests[each].lora_request for each in record.computed} - {None}
+        assert len(adapters) <= (self.max_loras or 0), "more adapters than fit"
 
     def _note_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         emitted: Counter[str] = Counter()
@@ -685,7 +855,11 @@ class Bed:
         assert set(running) == residents
         assert len(running) <= self.max_num_seqs
         for each in self.residents():
-            assert self.blocks(each) == self.executor.worker.blocks(each), f"{each} lost its KV"
+            for own, workers in zip(
+                self.blocks(each), self.executor.worker.blocks(each), strict=True
+            ):
+                # What a window or a state has left behind is given up.
+                assert own in (workers, NULL_BLOCK), f"{each} lost its KV"
         if not self._paced:
             return
         assert self.laws is not None
@@ -721,6 +895,8 @@ class Bed:
         assert not scheduler.deferred_waiting
         assert not self.core.batch_queue
         assert not self._in_flight
+        images = scheduler.encoder_cache_manager
+        assert scheduler.is_encoder_decoder or images.num_freeable_slots == images.cache_size
         free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free_blocks == self.num_blocks - 1  # one is vLLM's own null block
         if not self._paced:
@@ -738,7 +914,7 @@ class Bed:
         assert not scheduler._prefills
         assert not scheduler._held_back
         assert not scheduler._shown
-        assert _held_by(scheduler._holdings) == {}
+        assert _held_by(scheduler._holdings).keys() == {"_groups"}
         assert _held_by(scheduler.waiting) == {}
         assert scheduler.waiting.next_wake_ns() is None
         assert all(not each.slots + each.blocks for each in scheduler._fair._members.values())
@@ -794,6 +970,70 @@ def assert_window_bound(stamps_ns: Sequence[int], rate: Fraction, burst_ns: int)
         assert highest - level <= slack, f"token {index} at {stamp_ns} ns is too early"
 
 
+def _attention(block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+
+
+def _latent(block_size: int) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+
+def _window(block_size: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=1,
+        dtype=torch.float32,
+        sliding_window=WINDOW,
+    )
+
+
+def _cross(block_size: int) -> CrossAttentionSpec:
+    return CrossAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+
+
+def _state(block_size: int, config: VllmConfig) -> MambaSpec:
+    mode = config.cache_config.mamba_cache_mode
+    return MambaSpec(
+        block_size=block_size if mode == "align" else config.model_config.max_model_len,
+        shapes=((_attention(block_size).page_size_bytes,),),
+        dtypes=(torch.int8,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=config.num_speculative_tokens,
+    )
+
+
+LAYERS: dict[str, Callable[[int, VllmConfig], dict[str, KVCacheSpec]]] = {
+    "full": lambda size, config: {"full": _attention(size)},
+    "latent": lambda size, config: {"latent": _latent(size)},
+    "window": lambda size, config: {"full": _attention(size), "window": _window(size)},
+    "hybrid": lambda size, config: {"full": _attention(size), "state": _state(size, config)},
+    "aligned hybrid": lambda size, config: {
+        "full": _attention(size),
+        "state": _state(size, config),
+    },
+    "state": lambda size, config: {"state": _state(size, config)},
+    "encoder decoder": lambda size, config: {"full": _attention(size), "cross": _cross(size)},
+}
+"""What a model may be made of: attention to everything, to a window, latent, or a state."""
+
+UNCACHED = ("hybrid", "state", "encoder decoder")
+"""Models whose prefixes vLLM does not cache."""
+
+WINDOW = 20
+ENCODER_TOKENS = 32
+NULL_BLOCK = 0
+
+
+def layer_groups(layers: str) -> int:
+    """Return how many groups of layers take blocks for themselves."""
+    return 1 if layers in ("full", "latent", "state") else 2
+
+
 @lru_cache
 def _model_config(max_model_len: int) -> ModelConfig:
     return ModelConfig(
@@ -816,11 +1056,18 @@ def _vllm_config(
     chunked_prefill: bool,
     pipeline: int,
     drafts: int,
+    layers: str,
+    max_loras: int | None,
+    has_connector: bool,
 ) -> VllmConfig:
     # vLLM wants room for one request of the greatest length; one block is its own.
-    model_config = _model_config(min(2048, (num_blocks - 1) * block_size))
+    usable = (num_blocks - 1) // layer_groups(layers)
+    model_config = _model_config(min(2048, usable * block_size))
     cache_config = CacheConfig(
-        block_size=block_size, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks
+        block_size=block_size,
+        enable_prefix_caching=layers not in UNCACHED,
+        num_gpu_blocks_override=num_blocks,
+        mamba_cache_mode="align" if layers == "aligned hybrid" else "none",
     )
     scheduler_config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -832,11 +1079,18 @@ def _vllm_config(
         watermark=0.0,
         policy=policy,
     )
+    if layers == "encoder decoder":
+        # What each request takes for its recording, whatever its length.
+        scheduler_config.max_num_encoder_input_tokens = ENCODER_TOKENS
     return VllmConfig(
         model_config=model_config,
         cache_config=cache_config,
         scheduler_config=scheduler_config,
         parallel_config=ParallelConfig(pipeline_parallel_size=pipeline),
+        kv_transfer_config=KVTransferConfig(kv_connector=BED_CONNECTOR, kv_role="kv_both")
+        if has_connector
+        else None,
+        lora_config=max_loras and LoRAConfig(max_loras=max_loras, max_lora_rank=8),
         speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=drafts)
         if drafts
         else None,

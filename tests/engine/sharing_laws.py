@@ -59,7 +59,8 @@ class SharingLaws:
         scheduler = self._scheduler
         holdings, pauses, fair = scheduler._holdings, scheduler._pauses, scheduler._fair
         booked = holdings._blocks_of
-        assert booked.keys() == set(scheduler.running), "residents and holdings differ"
+        holders = {*scheduler.running, *scheduler.kv_holding_waiting}
+        assert booked.keys() == holders, "residents and holdings differ"
         slots: Counter[str] = Counter()
         blocks: Counter[str] = Counter()
         for request, count in booked.items():

@@ -6,6 +6,7 @@ over a whole history: the window bound, and that everybody is served in the end.
 How soon is a law too, `Drain.longest_ns`. Once nobody arrives any more, a user has its last token
 after no more than
 
+* the time until the last grammar is compiled,
 * the time that its own quota takes for the tokens that it lacks,
 * the steps of everybody's work, or fewer where its weight gives it positions in them, and
 * the time that the quotas of others take, where it may have to wait for what they hold: with
@@ -18,7 +19,7 @@ from math import ceil
 from typing import Any
 
 import pytest
-from engine_bed import EOS, NS_PER_MS, STOP, Bed
+from engine_bed import EOS, LAYERS, NS_PER_MS, STOP, Bed, layer_groups
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,6 +36,7 @@ from vllm_pacer.clock import NS_PER_SECOND
 
 USERS = "abcd"
 PREFIX = [7] * 16
+DECODERS = [each for each in LAYERS if each != "encoder decoder"]
 MOST_PROMPT = 30
 MOST_TOKENS = 12
 MOST_CONTEXT = len(PREFIX) + MOST_PROMPT + MOST_TOKENS
@@ -55,6 +57,7 @@ class Drain:
         self.step_ns = step_ms * NS_PER_MS
         self.is_priority = is_priority
         self.start_ns = bed.now_ns
+        self.compiling_ns = max(bed.last_grammar_ns - bed.now_ns, 0)
         self.first_step, self.first_nap = len(bed.steps), bed.naps
         self.earlier_preemptions = bed.laws.preemptions.copy()
         self.chunk = budget - MOST_ACTIVE  # what decodes leave of a step to prompts, at least
@@ -107,7 +110,8 @@ class Drain:
         most = self.samples(self.live) + self.prompt_steps()
         assert len(computed) <= most, "steps for nothing"
         # A pipeline is looked at once per stage while a request is on its way through it.
-        assert naps <= most * self.bed.pipeline, "looking for work for nothing"
+        most_naps = most * self.bed.pipeline + ceil(self.compiling_ns / NS_PER_MS)
+        assert naps <= most_naps, "looking for work for nothing"
         in_flight = self.bed.pipeline + 1
         return (len(computed) + in_flight) * self.step_ns + naps * NS_PER_MS
 
@@ -120,7 +124,7 @@ class Drain:
 
     def longest_ns(self, user: str, busy_ns: int) -> int:
         """Return the time in which everything of a user must have ended."""
-        own_ns = self.quota_ns(user, self.of(user))
+        own_ns = self.compiling_ns + self.quota_ns(user, self.of(user))
         if self.finds_position(user):
             busy_ns = min(busy_ns, self.step_ns * self.steps_by_weight(user))
         others_ns = sum(
@@ -132,7 +136,7 @@ class Drain:
 
     def may_hold_up(self, user: str, other: str) -> list[str]:
         """Return the requests of another user whose tokens this one may have to wait for."""
-        if not self.finds_slot(user):
+        if not self.finds_slot(user) or self.waits_for_adapter():
             return self.of(other)
         if not self.is_priority:
             return []
@@ -151,14 +155,19 @@ class Drain:
 
     def finds_position(self, user: str) -> bool:
         """Return whether nothing but positions is scarce."""
-        return (
-            self.shares_slots() and not self.is_priority and len(self.live) <= self.bed.max_num_seqs
-        )
+        has_slots = self.shares_slots() and len(self.live) <= self.bed.max_num_seqs
+        return has_slots and not self.is_priority and not self.waits_for_adapter()
+
+    def waits_for_adapter(self) -> bool:
+        """Return whether requests may have to wait until vLLM has room for their LoRA adapter."""
+        adapters = {self.bed.requests[each].lora_request for each in self.live} - {None}
+        return len(adapters) > (self.bed.max_loras or 0)
 
     def shares_slots(self) -> bool:
         """Return whether slots are shared and KV blocks are never scarce."""
         bed = self.bed
-        return bed.pacing.fairness and bed.num_blocks > bed.max_num_seqs * MOST_BLOCKS
+        most_blocks = bed.max_num_seqs * MOST_BLOCKS * bed.layer_groups
+        return bed.pacing.fairness and bed.num_blocks > most_blocks
 
     def weight_of(self, user: str) -> Fraction:
         """Return the user's weight."""
@@ -189,6 +198,8 @@ class AnyHistory(RuleBasedStateMachine):
         num_blocks=st.none() | st.integers(MOST_BLOCKS + 1, 40),
         step_ms=st.sampled_from([1, 10, 30, 150]),
         drafts_and_stages=st.sampled_from([(0, 1), (1, 1), (4, 1), (0, 2), (0, 3)]),
+        layers=st.just("full") | st.sampled_from(DECODERS),
+        max_loras=st.sampled_from([None, None, 1, 2]),
         fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
@@ -201,6 +212,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_blocks: int | None,
         chunked_prefill: bool,
         drafts_and_stages: tuple[int, int],
+        layers: str,
         **kwargs: Any,
     ) -> None:
         """Build an engine core, small enough for everything to run short."""
@@ -217,7 +229,8 @@ class AnyHistory(RuleBasedStateMachine):
             drafts=drafts_and_stages[0],
             pipeline=drafts_and_stages[1],
             block_size=BLOCK_SIZE,
-            num_blocks=num_blocks or max_num_seqs * (MOST_BLOCKS + 1) + 1,
+            layers=layers,
+            num_blocks=(num_blocks or max_num_seqs * (MOST_BLOCKS + 1) + 1) * layer_groups(layers),
             **kwargs,
         )
 
@@ -228,13 +241,19 @@ class AnyHistory(RuleBasedStateMachine):
         tokens=st.integers(1, MOST_TOKENS),
         ends_with=st.sampled_from([None, EOS, STOP]),
         priority=st.integers(0, 2),
+        adapter=st.none() | st.integers(1, 3),
+        grammar_ms=st.none() | st.none() | st.sampled_from([0, 10, 200]),
         count=st.integers(1, 4),
     )
-    def arrive(self, prompt: int, shares_prefix: bool, count: int, **kwargs: Any) -> None:
+    def arrive(
+        self, prompt: int, shares_prefix: bool, adapter: int | None, count: int, **kwargs: Any
+    ) -> None:
         """Some requests arrive, perhaps with a prefix that is cached."""
         for _ in range(count):
             self.bed.add(
-                prompt=[*PREFIX, *range(50, 50 + prompt)] if shares_prefix else prompt, **kwargs
+                prompt=[*PREFIX, *range(50, 50 + prompt)] if shares_prefix else prompt,
+                adapter=adapter if self.bed.max_loras else None,
+                **kwargs,
             )
 
     @rule(data=st.data(), during_step=st.booleans(), count=st.integers(1, 3))

@@ -14,7 +14,6 @@ from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,8 +35,7 @@ _USERS_OF_STOCK = (
 _STAND_INS = {
     "num_lookahead_tokens": 0,
     "num_spec_tokens": 0,
-    "block_size": 16,
-    "kv_cache_config": SimpleNamespace(kv_cache_groups=[None]),
+    "lora_config": None,
     "max_model_len": 100,
     "max_num_active_reqs": 1,
     "max_num_running_reqs": 1,
@@ -101,6 +99,7 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
                 patch.object(Scheduler, "__init__"),
                 patch.object(AsyncScheduler, "__init__"),
                 patch("vllm_pacer.engine.sharing.check_scheduler_attributes"),
+                patch.object(ours, "_block_groups", return_value=[]),
             ):
                 ours.__init__(self, pacing=pacing)
             return self._pauses

@@ -264,7 +264,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--distributed-executor-backend external_launcher": {
         "distributed_executor_backend": "external_launcher"
     },
-    "--enable-lora": {"enable_lora": True},
     "--kv-transfer-config": {"kv_transfer_config": KV_CONNECTOR},
     "--kv-offloading-size": {"kv_offloading_size": 1.0},
     "--ec-transfer-config": {"ec_transfer_config": EC_CONNECTOR},
@@ -277,11 +276,7 @@ OTHER_DRAFTS = (
 )
 
 MODEL_PROPERTIES = {
-    "an encoder-decoder model": "is_encoder_decoder",
     "a diffusion model": "is_diffusion",
-    "a multimodal model": "is_multimodal_model",
-    "a hybrid model": "is_hybrid",
-    "an attention-free model": "is_attention_free",
 }
 """What vLLM's configuration says of a model that the test bed does not have."""
 
@@ -392,8 +387,8 @@ def test_other_ways_to_draft_are_refused(method: str, is_refused: bool) -> None:
 def test_all_reasons_are_given_at_once() -> None:
     """Who has two settings to change need not find out one by one."""
     with pytest.raises(UnsupportedModeError) as error:
-        limited_config(enable_lora=True, prefill_schedule_interval=2)
-    for setting in ("--enable-lora", "--prefill-schedule-interval > 1"):
+        limited_config(kv_offloading_size=1.0, prefill_schedule_interval=2)
+    for setting in ("--kv-offloading-size", "--prefill-schedule-interval > 1"):
         assert_explained(str(error.value), refusal(setting))
 
 

@@ -23,7 +23,9 @@ from upstream_source import (
     parents,
     statements_before,
 )
-from vllm.config import SchedulerConfig
+from vllm.config import LoRAConfig, SchedulerConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms import current_platform
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.interface import PauseState
@@ -143,8 +145,12 @@ def test_request_attribute_is_there(name: str) -> None:
 def _owners() -> dict[str, object]:
     """Return for each table of attributes an object that has them, or its class."""
     scheduler = new_scheduler()
+    (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
     return {
         "KV_CACHE_MANAGER": scheduler.kv_cache_manager,
+        "KV_CACHE_COORDINATOR": scheduler.kv_cache_manager.coordinator,
+        "SINGLE_TYPE_KV_CACHE_MANAGER": manager,
+        "KV_CACHE_SPEC": manager.kv_cache_spec,
         "BLOCK_POOL": scheduler.kv_cache_manager.block_pool,
         "REQUEST_QUEUE": scheduler.waiting,
         "SAMPLING_PARAMS": new_request().sampling_params,
@@ -158,7 +164,10 @@ def _owners() -> dict[str, object]:
         "REQUEST_STATUS": RequestStatus,
         "SCHEDULING_POLICY": SchedulingPolicy,
         "PAUSE_STATE": PauseState,
-        "KV_CACHE_CONFIG": scheduler.kv_cache_config,
+        "LORA_CONFIG": LoRAConfig(),
+        "LORA_REQUEST": LoRARequest("adapter", 1, "path"),
+        "MULTI_MODAL_FEATURE": MultiModalFeatureSpec(None, "image", "id", PlaceholderRange(0, 1)),
+        "PLACEHOLDER_RANGE": PlaceholderRange(0, 1),
         "NEW_REQUEST_DATA": NewRequestData.from_request(new_request(), ((),)),
         "PLATFORM": current_platform,
     }

@@ -1,7 +1,8 @@
 """What residents hold, and which of the paused ones gives way when slots or KV blocks run out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from vllm.v1.request import Request
 
@@ -17,14 +18,27 @@ _POSITIONS_PER_TOKEN = 10
 _recomputation = attrgetter("num_computed_tokens")
 
 
+class BlockGroup(NamedTuple):
+    """How a group of layers takes KV blocks.
+
+    Attributes:
+        block_size: Tokens per block.
+        most_blocks: The most that a request holds.
+        is_constant: Whether it holds them whatever its length.
+    """
+
+    block_size: int
+    most_blocks: int
+    is_constant: bool
+
+
 class Holdings:
     """The KV blocks of every resident, and the choice of victims.
 
     Args:
         fair: Decides between users.
         pauses: The paused requests: nobody else gives way.
-        block_size: Tokens per KV block.
-        groups: Groups of layers, each of which takes blocks of its own.
+        groups: The groups of layers, each of which takes blocks of its own.
         draft_tokens: How far blocks reach beyond a request's tokens, for drafts.
         max_model_len: The most tokens of a request.
         class_of: Gives a request's priority class.
@@ -35,8 +49,7 @@ class Holdings:
         self,
         fair: FairShare,
         pauses: Pauses[Request],
-        block_size: int,
-        groups: int,
+        groups: Sequence[BlockGroup],
         draft_tokens: int,
         max_model_len: int,
         class_of: Callable[[Request], int],
@@ -44,7 +57,6 @@ class Holdings:
     ) -> None:
         self._fair = fair
         self._pauses = pauses
-        self._block_size = block_size
         self._groups = groups
         self._draft_tokens = draft_tokens
         self._max_model_len = max_model_len
@@ -57,7 +69,11 @@ class Holdings:
 
     def blocks(self, tokens: int) -> int:
         """Return how many KV blocks a request with so many tokens fills, at most."""
-        return -(-(tokens + self._draft_tokens) // self._block_size) * self._groups
+        tokens += self._draft_tokens
+        blocks = 0
+        for block_size, most, is_constant in self._groups:
+            blocks += most if is_constant else min(-(-tokens // block_size), most)
+        return blocks
 
     # --- what is held -----------------------------------------------------------------------
 

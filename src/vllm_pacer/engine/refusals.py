@@ -87,6 +87,37 @@ SUPPORTED = (
         "tests/engine/test_pipeline.py::test_a_user_gets_its_rate",
     ),
     Support(
+        "--tensor-parallel-size > 1",
+        _SERVED,
+        "tests/e2e/test_tensor_parallel.py::test_rate_is_the_limit",
+    ),
+    Support(
+        "--enable-lora",
+        _SERVED,
+        "tests/e2e/test_adapters.py::test_the_limited_user_gets_its_rate",
+    ),
+    Support(
+        "models with a sliding window, with latent attention (MLA), without attention (Mamba), and "
+        "hybrids of them",
+        _SCHEDULER,
+        "tests/engine/test_layers.py::test_a_user_gets_its_rate",
+    ),
+    Support(
+        "a hybrid with --mamba-cache-mode align",
+        _SCHEDULER,
+        "tests/engine/test_layers.py::test_chunks_end_where_a_state_is_kept",
+    ),
+    Support(
+        "multimodal models",
+        _SCHEDULER,
+        "tests/engine/test_images.py::test_a_paused_prompt_keeps_its_images",
+    ),
+    Support(
+        "encoder-decoder models",
+        _SCHEDULER,
+        "tests/engine/test_images.py::test_a_recording_is_encoded_when_its_request_begins",
+    ),
+    Support(
         "steps longer than the burst",
         _SCHEDULER,
         "tests/engine/test_pacing.py::test_slow_steps_reach_the_rate",
@@ -145,6 +176,16 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        "--speculative-config with a hybrid or attention-free model on the first model runner",
+        "it forgets how many drafts were accepted when a request sits out a step",
+        "leave it out, or let vLLM choose the second model runner",
+        lambda config: (
+            config.speculative_config is not None
+            and (config.model_config.is_hybrid or config.model_config.is_attention_free)
+            and not config.use_v2_model_runner
+        ),
+    ),
+    Refusal(
         "--data-parallel-size > 1",
         "every rank would grant each user the whole quota",
         "start one server per rank and pin each user to one of them",
@@ -157,40 +198,10 @@ REFUSALS = (
         lambda config: config.parallel_config.distributed_executor_backend == "external_launcher",
     ),
     Refusal(
-        "--enable-lora",
-        "a paused request keeps its adapter's slot",
-        "leave it out",
-        lambda config: config.lora_config is not None,
-    ),
-    Refusal(
-        "an encoder-decoder model",
-        "its prefill cannot stop before the position that samples",
-        _ANOTHER_MODEL,
-        lambda config: config.model_config.is_encoder_decoder,
-    ),
-    Refusal(
         "a diffusion model",
         "it does not generate token by token",
         _ANOTHER_MODEL,
         lambda config: config.model_config.is_diffusion,
-    ),
-    Refusal(
-        "a multimodal model",
-        "the encoder inputs of a paused prefill are not proved to be computed once",
-        _ANOTHER_MODEL,
-        lambda config: config.model_config.is_multimodal_model,
-    ),
-    Refusal(
-        "a hybrid model",
-        "a prefill that stops before its end may break the alignment of its state",
-        _ANOTHER_MODEL,
-        lambda config: config.model_config.is_hybrid,
-    ),
-    Refusal(
-        "an attention-free model",
-        "a prefill that stops before its end may break the alignment of its state",
-        _ANOTHER_MODEL,
-        lambda config: config.model_config.is_attention_free,
     ),
     Refusal(
         "--kv-transfer-config",

@@ -11,7 +11,7 @@ The rules:
 2. Paused requests are taken out of `running` while `super().schedule()` runs and put back at its
    end, so between two calls vLLM sees all its residents and within one only those that may run.
    They keep slot, KV and history.
-3. `running` is always the visible requests, then prompts that missed the step, then the paused
+3. `running` is always the visible requests, then those that missed the step, then the paused
    ones. The visible ones are in vLLM's own order, but for those that have gone on after a pause,
    which come first.
 4. A paused request gives way when KV blocks run out: it is preempted before a visible one.
@@ -237,7 +237,7 @@ class PacedScheduler(SharingScheduler):
         pauses = self._pauses
         running = self.running
         is_contended = pauses or len(self.waiting) or len(running) > self._active_limit
-        if not (is_contended or self._spent or self._prefills):
+        if not (is_contended or self._spent or self._prefills or self._adapters):
             return  # most steps have nothing to decide
         self._claimed = None
         self._newcomers, self._next_time = [], set()
@@ -249,6 +249,8 @@ class PacedScheduler(SharingScheduler):
             running = self._choose_active(running, now_ns)
         if self._prefills:
             running = self._hold_back_prefills(running)
+        if self._adapters:
+            running = self._choose_adapters(self._adapters, running, now_ns)
         if len(running) > self._active_limit:
             self._held_back += running[self._active_limit :]
             running = running[: self._active_limit]
@@ -299,10 +301,12 @@ class PacedScheduler(SharingScheduler):
         served: list[Request] = []
         for request in running:
             user = self._user_of.get(request)
-            if user not in spent or is_mid_prefill(request):
+            if user not in spent:
                 stay.append(request)
             elif request in refused:
                 self._pause(request, user)
+            elif is_mid_prefill(request):
+                stay.append(request)
             else:
                 served.append(request)
         for request in served:
@@ -368,8 +372,9 @@ class PacedScheduler(SharingScheduler):
         if self._has_quota(request) or self._can_prefill_without_quota(request):
             return True
         # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
-        self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
-        self._bound_admission()
+        if request.resumable:
+            self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
+            self._bound_admission()
         user = self._owner(request)
         self._pauses.owe(user)
         ready_ns = self._limiter.account_ready_at_ns(user.account)

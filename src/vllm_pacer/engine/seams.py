@@ -138,6 +138,12 @@ SEAMS = (
     ),
     Seam("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",), "the same"),
     Seam(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheSpec.max_memory_usage_bytes",
+        ("self, vllm_config",),
+        "counting the blocks of windows and states",
+    ),
+    Seam(
         _CORE,
         "EngineCoreProc._process_engine_step",
         ("self",),
@@ -181,12 +187,15 @@ SEAMS = (
 
 SCHEDULER_ATTRIBUTES = (
     "_pause_state",
-    "block_size",
-    "kv_cache_config",
+    "connector",
+    "finished_recving_kv_req_ids",
     "kv_cache_manager",
+    "kv_holding_waiting",
+    "lora_config",
     "max_model_len",
     "max_num_active_reqs",
     "max_num_running_reqs",
+    "need_mamba_block_aligned_split",
     "num_lookahead_tokens",
     "num_prefill_lookahead",
     "num_spec_tokens",
@@ -196,6 +205,7 @@ SCHEDULER_ATTRIBUTES = (
     "requires_kv_delivery",
     "running",
     "scheduler_config",
+    "vllm_config",
     "waiting",
 )
 """What `Scheduler.__init__` sets; checked when the scheduler is built."""
@@ -203,7 +213,9 @@ SCHEDULER_ATTRIBUTES = (
 REQUEST_ATTRIBUTES = (
     "arrival_time",
     "is_prefill_chunk",
+    "lora_request",
     "max_tokens",
+    "mm_features",
     "num_computed_tokens",
     "num_output_placeholders",
     "num_output_tokens",
@@ -212,11 +224,15 @@ REQUEST_ATTRIBUTES = (
     "num_tokens",
     "priority",
     "request_id",
+    "resumable",
     "sampling_params",
     "spec_token_ids",
     "status",
 )
-KV_CACHE_MANAGER_ATTRIBUTES = ("block_pool", "watermark_blocks")
+KV_CACHE_MANAGER_ATTRIBUTES = ("block_pool", "coordinator", "watermark_blocks")
+KV_CACHE_COORDINATOR_ATTRIBUTES = ("single_type_managers",)
+SINGLE_TYPE_KV_CACHE_MANAGER_ATTRIBUTES = ("block_size", "kv_cache_spec")
+KV_CACHE_SPEC_ATTRIBUTES = ("page_size_bytes",)
 BLOCK_POOL_ATTRIBUTES = ("num_gpu_blocks",)
 REQUEST_QUEUE_ATTRIBUTES = (
     "__bool__",
@@ -257,7 +273,10 @@ REQUEST_STATUS_ATTRIBUTES = (
 )
 SCHEDULING_POLICY_ATTRIBUTES = ("PRIORITY",)
 PAUSE_STATE_ATTRIBUTES = ("UNPAUSED",)
-KV_CACHE_CONFIG_ATTRIBUTES = ("kv_cache_groups",)
+LORA_CONFIG_ATTRIBUTES = ("max_loras",)
+LORA_REQUEST_ATTRIBUTES = ("lora_int_id",)
+MULTI_MODAL_FEATURE_ATTRIBUTES = ("mm_position",)
+PLACEHOLDER_RANGE_ATTRIBUTES = ("length", "offset")
 NEW_REQUEST_DATA_ATTRIBUTES = ("req_id",)
 PLATFORM_ATTRIBUTES = ("is_cpu",)
 WATCH_DOG_ATTRIBUTES = ("feed",)  # since 0.33

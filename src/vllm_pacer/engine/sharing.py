@@ -22,12 +22,14 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pacer.adapters import AdapterTurns
 from vllm_pacer.charges import Step
 from vllm_pacer.clock import NS_PER_SECOND, Clock, MonotonicClock
 from vllm_pacer.config import PacerConfig
-from vllm_pacer.engine.holdings import Holdings
+from vllm_pacer.engine.holdings import BlockGroup, Holdings
 from vllm_pacer.engine.identity import user_of
 from vllm_pacer.engine.seams import check_scheduler_attributes
 from vllm_pacer.engine.waiting import WaitingQueue
@@ -88,14 +90,16 @@ class SharingScheduler(Scheduler):
         self._holdings = Holdings(
             self._fair,
             self._pauses,
-            self.block_size,
-            len(self.kv_cache_config.kv_cache_groups),
+            self._block_groups(),
             self.num_spec_tokens + self.num_lookahead_tokens,
             self.max_model_len,
             self._priority_class,
             self._request_blocks_can_be_freed,
         )
         self._positions: dict[int, Positions[User[Request]]] = {}  # by priority class
+        lora = self.lora_config
+        self._adapters = None if lora is None else AdapterTurns(lora.max_loras)
+        self._chosen_adapters: set[int] = set()
         self.waiting = WaitingQueue(
             self._register,
             self.policy == SchedulingPolicy.PRIORITY,
@@ -121,6 +125,19 @@ class SharingScheduler(Scheduler):
         self._newcomers: list[tuple[User[Request], Request]] = []
         self._next_time: set[User[Request]] = set()  # those of them that no position was left to
         self._no_newcomer_before: dict[User[Request], int] = {}  # step
+
+    def _block_groups(self) -> list[BlockGroup]:
+        """Return how each group of layers takes KV blocks; a window or a state takes few."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        specs = [manager.kv_cache_spec for manager in managers]
+        return [
+            BlockGroup(
+                manager.block_size,
+                spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes,
+                is_constant=isinstance(spec, MambaSpec | CrossAttentionSpec),
+            )
+            for manager, spec in zip(managers, specs, strict=True)
+        ]
 
     # --- who is there --------------------------------------------------------------------------
 
@@ -183,30 +200,35 @@ class SharingScheduler(Scheduler):
 
     # --- who gets in ---------------------------------------------------------------------------
 
-    def _let_in(self) -> list[tuple[User[Request], Request]]:
-        """Return the first waiting request of each user for which there is a slot.
+    def _let_in(
+        self, running: list[Request], holders: list[Request]
+    ) -> list[tuple[User[Request], Request]]:
+        """Return the `holders`, and each user's first waiting request, if there is a slot for it.
 
         If there is none, a paused request gives way.
         """
-        if not self.waiting.has_turns() or self._pause_state != PauseState.UNPAUSED:
+        is_open = self._pause_state == PauseState.UNPAUSED and self.waiting.has_turns()
+        if not (holders or is_open):
             return []
-        for request in self.running[: len(self.running) - len(self._pauses)]:
+        for request in running:
             self._holdings.update(self._owner(request), request)
-        free = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        free = self._free_slots()
         if free <= 0 and not self._pauses:
             return []
         newcomers = []
         nobody_has_earned_a_turn = False  # that a displaced request could take
-        for user, request in self.waiting.heads(self._active_limit):
+        heads = self.waiting.heads(self._active_limit) if is_open else []
+        for user, request in [*((self._owner(each), each) for each in holders), *heads]:
             if self._no_newcomer_before.get(user, 0) > self._step.number:
                 continue
             if request.status == _COMPILING and not self._handle_blocked_waiting_request(request):
                 continue
+            holds_blocks = request.num_computed_tokens > 0
             if free > 0:
-                if self._may_admit(user, request):
+                if holds_blocks or self._may_admit(user, request):
                     newcomers.append((user, request))
                     free -= 1
-            elif request.status in _READY and self._allow_or_park(user, request):
+            elif holds_blocks or (request.status in _READY and self._allow_or_park(user, request)):
                 was_displaced = request.num_preemptions > 0
                 if was_displaced and nobody_has_earned_a_turn:
                     continue
@@ -219,6 +241,19 @@ class SharingScheduler(Scheduler):
                 else:
                     break
         return newcomers
+
+    def _free_slots(self) -> int:
+        residents = len(self.running) + self.num_waiting_for_streaming_input
+        return max(self.max_num_running_reqs - residents, 0)
+
+    def _block_holders(self) -> list[Request]:
+        """Return the waiting requests that hold KV blocks, await nothing and may sample."""
+        return [
+            request
+            for request in self.kv_holding_waiting
+            if (request.status in _READY or request.request_id in self.finished_recving_kv_req_ids)
+            and self._has_quota(request)
+        ]
 
     def _may_admit(self, user: User[Request], request: Request) -> bool:
         """Whether the queue may offer a request in this step."""
@@ -297,6 +332,8 @@ class SharingScheduler(Scheduler):
         """Whether some of the request's prompt can be computed, and fits, before it samples."""
         if request.status == RequestStatus.PREEMPTED or not self._can_split_prefill(request):
             return False
+        if self.connector is not None:
+            return False  # it may have all of the prompt but the position that samples
         # If it did not fit after all, vLLM would end its scan of the queue here.
         if self._missing_blocks(request) > 0:
             return False
@@ -306,10 +343,21 @@ class SharingScheduler(Scheduler):
         return request.num_tokens - computed_tokens > max(1, self.num_prefill_lookahead)
 
     def _can_split_prefill(self, request: Request) -> bool:
+        if not self.scheduler_config.enable_chunked_prefill:
+            return False
+        # A state is written at the end of a chunk, and these must be where vLLM looks for it.
+        if self.need_mamba_block_aligned_split:
+            return False
+        # Nor may a chunk end in the middle of an image: its positions may see each other.
+        last_unsampled = request.num_tokens - max(1, self.num_prefill_lookahead)
+        if any(
+            each.mm_position.offset + each.mm_position.length > last_unsampled
+            for each in request.mm_features
+        ):
+            return False
         # A chunk that does not sample makes the worker take back a seeded request's random draw,
         # which PyTorch's generators on the CPU cannot do.
-        is_seeded = request.sampling_params.seed is not None
-        return self.scheduler_config.enable_chunked_prefill and not (is_seeded and self._on_cpu)
+        return request.sampling_params.seed is None or not self._on_cpu
 
     def _missing_blocks(self, request: Request) -> int:
         """Return how many KV blocks a waiting request lacks; what is cached is not deducted."""
@@ -321,7 +369,7 @@ class SharingScheduler(Scheduler):
         """Give positions that were left unused, for want of blocks say, to others for a while."""
         self._left_to_waiting = 0
         for user, request in self._newcomers:
-            if request.status != RequestStatus.RUNNING:
+            if request.status != RequestStatus.RUNNING and self._had_adapter(request):
                 self._no_newcomer_before[user] = self._step.number + _STEPS_WITHOUT_KEEPING
 
     def _note_admissions(self, output: SchedulerOutput) -> None:
@@ -369,6 +417,8 @@ class SharingScheduler(Scheduler):
         if not self._has_quota(request) and request is not self._promised_last:
             return []  # it would only be paused in the other's place
         missing = self._missing_blocks(request)
+        if missing <= 0:
+            return []  # there is something else that it waits for
         user = self._owner(request)
         return self._holdings.victims_for_blocks(user, request, missing, self._tokens_left)
 
@@ -386,13 +436,18 @@ class SharingScheduler(Scheduler):
         room = self._active_limit - len(running)
         is_sharing = self._is_sharing()
         ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
-        newcomers = self._newcomers = self._let_in() if is_sharing else []
         count = sum(ready.values())
+        holders = self._block_holders() if self.kv_holding_waiting else []
+        newcomers = self._newcomers = self._let_in(running, holders) if is_sharing else []
+        kept = 0
+        if holders and count and not is_sharing:
+            kept = min(len(holders), self._free_slots())  # vLLM takes them before anybody else
+            room = max(room - kept, 0)
         if count + len(newcomers) <= room:
             self._positions.clear()
             return self._go_on(now_ns, room) + running if ready else running
         if not is_sharing:
-            return self._rotate(running, count - room, now_ns)
+            return self._rotate(running, count - room, kept, now_ns)
         return self._divide(running, ready, newcomers, now_ns)
 
     def _go_on(self, now_ns: int, room: int) -> list[Request]:
@@ -412,15 +467,21 @@ class SharingScheduler(Scheduler):
         self._pauses.pause(request, user, self._priority_class(request), now_ns)
         self._holdings.update(user, request)
 
-    def _rotate(self, running: list[Request], surplus: int, now_ns: int) -> list[Request]:
-        """Let requests take turns: those that have been visible longest make room."""
+    def _rotate(
+        self, running: list[Request], surplus: int, kept: int, now_ns: int
+    ) -> list[Request]:
+        """Let requests take turns: those that have been visible longest make room.
+
+        So many positions are `kept` for others.
+        """
         # A prefill needs no token yet and would wait for one here.
         may_yield = [request for request in reversed(running) if not is_mid_prefill(request)]
         for request in may_yield[:surplus]:
             self._yield(request, now_ns)
         running = [request for request in running if request not in self._pauses]
         # In front, or the prefills of others would leave them no room in the step.
-        return self._go_on(now_ns, self._active_limit - len(running)) + running
+        room = self._active_limit - len(running) - kept
+        return self._go_on(now_ns, max(room, 0)) + running
 
     def _divide(
         self,
@@ -532,6 +593,33 @@ class SharingScheduler(Scheduler):
             self._held_back_in = self._step.number
             self._held_back += held_back
         return [request for request in running if request not in at_quota]
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    def _choose_adapters(
+        self, turns: AdapterTurns, running: list[Request], now_ns: int
+    ) -> list[Request]:
+        """Leave out requests whose LoRA adapter has no slot in this step.
+
+        Newcomers take part: vLLM admits them if their adapter has one.
+        """
+        newcomers = [request for _, request in self._newcomers]
+        users = [each.lora_request for each in [*running, *newcomers] if each.lora_request]
+        self._chosen_adapters = turns.choose(each.lora_int_id for each in users)
+        stay = []
+        for request in running:
+            if self._had_adapter(request):
+                stay.append(request)
+            elif is_mid_prefill(request):
+                self._held_back.append(request)
+            else:
+                self._yield(request, now_ns)
+        return stay
+
+    def _had_adapter(self, request: Request) -> bool:
+        """Whether the request's adapter has a slot in the current step, or it needs none."""
+        lora = request.lora_request
+        return lora is None or lora.lora_int_id in self._chosen_adapters
 
 
 def is_mid_prefill(request: Request) -> bool:

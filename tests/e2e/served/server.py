@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,7 @@ def launched(
     command: tuple[str, ...],
     *args: str,
     is_recorded: bool = True,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Start a server and stop it at the end. It may not answer yet."""
     port = _free_port()
@@ -127,7 +128,7 @@ def launched(
             [sys.executable, *command, *SERVER_ARGS, "--port", str(port), *args],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(version, lane, record if is_recorded else None),
+            env=environment(version, lane, record if is_recorded else None) | (variables or {}),
             start_new_session=True,
         )
     server = Server(process, f"http://127.0.0.1:{port}", log, Record(record), lane)

@@ -1,0 +1,79 @@
+"""Two workers that compute a step together: users get their rates, and the same texts."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from served.client import Answer, Client, arrivals_of
+from served.rates import steady_ns, tokens_per_second
+from served.record import Excerpt
+from served.server import API_SERVER, Server, launched, wait_until_ready
+
+RATE = 10
+SECONDS = 25
+TEXT_TOKENS = 40
+PROMPTS = ("Hello", "Once upon a time", "The end")
+
+
+@pytest.fixture(scope="module")
+def server(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a worker on each of two cores."""
+    folder = tmp_path_factory.mktemp("tensor-parallel")
+    command = (
+        *("--default-user-output-tokens-per-second", "null"),
+        *("--user-output-tokens-per-second", json.dumps({"limited": RATE, "texts": 30})),
+        *("--tensor-parallel-size", "2"),
+    )
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with launched(
+        folder, vllm_version, "sync", API_SERVER, *command, variables=variables
+    ) as server:
+        wait_until_ready(server)
+        yield server
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a limited user with two streams got, and what the engine did."""
+
+    answers: list[Answer]
+    excerpt: Excerpt
+
+
+async def _ask(url: str, user: str, prompts: tuple[str, ...], tokens: int) -> list[Answer]:
+    async with Client(url) as client:
+        return await asyncio.gather(
+            *(client.complete(user, prompt, tokens, ignore_eos=True) for prompt in prompts)
+        )
+
+
+@pytest.fixture(scope="module")
+def run(server: Server) -> Run:
+    """Two streams of a limited user."""
+    start = server.record.position()
+    answers = asyncio.run(_ask(server.url, "limited", PROMPTS[:2], RATE * SECONDS // 2))
+    return Run(answers, server.record.settled_since(start))
+
+
+def test_there_are_two_workers(server: Server) -> None:
+    """What is measured is what it should be."""
+    names = [process.name() for process in server.engine_processes()]
+    assert sum("Worker" in name for name in names) == 2
+
+
+def test_rate_is_the_limit(run: Run) -> None:
+    """Tokens arrive at the limit within 0.5 % from the end of the burst on."""
+    steps_ns = [step["at_ns"] for step in run.excerpt.steps]
+    steady = steady_ns(arrivals_of(run.answers), steps_ns, RATE)
+    assert len(steady) >= 100
+    assert tokens_per_second(steady) == pytest.approx(RATE, rel=0.005)
+
+
+def test_text_is_the_same(server: Server) -> None:
+    """At temperature 0 paused requests give the tokens of unlimited ones."""
+    free, limited = (
+        asyncio.run(_ask(server.url, user, PROMPTS, TEXT_TOKENS)) for user in ("free", "texts")
+    )
+    assert [answer.token_ids for answer in limited] == [answer.token_ids for answer in free]
