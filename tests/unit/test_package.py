@@ -19,6 +19,7 @@ ROOMS = (
     "charges",
     "fairness",
     "positions",
+    "adapters",
     "wake_ups",
     "pauses",
     "lines",

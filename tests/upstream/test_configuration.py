@@ -275,6 +275,10 @@ OTHER_DRAFTS = (
     "--speculative-config with medusa, suffix, dflash or another method that is not named here"
 )
 
+DRAFTS_WITH_STATES = (
+    "--speculative-config with a hybrid or attention-free model on the first model runner"
+)
+
 MODEL_PROPERTIES = {
     "a diffusion model": "is_diffusion",
 }
@@ -301,6 +305,7 @@ def test_every_refusal_is_tried() -> None:
         "--aux-output-config",
         "--scheduler-cls",
         OTHER_DRAFTS,
+        DRAFTS_WITH_STATES,
     }
 
 
@@ -382,6 +387,22 @@ def test_other_ways_to_draft_are_refused(method: str, is_refused: bool) -> None:
         with pytest.raises(UnsupportedModeError) as error:
             refuse_unsupported(config)
         assert_explained(str(error.value), refusal(OTHER_DRAFTS))
+
+
+@pytest.mark.parametrize("state", ["is_hybrid", "is_attention_free"])
+@pytest.mark.parametrize(("is_v2", "is_refused"), [(False, True), (True, False)])
+def test_drafts_with_states_are_refused_on_the_first_model_runner(
+    monkeypatch: pytest.MonkeyPatch, state: str, is_v2: bool, is_refused: bool
+) -> None:
+    """Only the second model runner remembers how many drafts were accepted before a pause."""
+    config = engine_args(speculative_config=NGRAM).create_engine_config()
+    monkeypatch.setattr(type(config.model_config), state, True)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", is_v2)
+    assert refusal(DRAFTS_WITH_STATES).applies(config) == is_refused
+    if is_refused:
+        with pytest.raises(UnsupportedModeError) as error:
+            refuse_unsupported(config)
+        assert_explained(str(error.value), refusal(DRAFTS_WITH_STATES))
 
 
 def test_all_reasons_are_given_at_once() -> None:

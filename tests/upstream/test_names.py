@@ -37,7 +37,7 @@ def test_every_name_of_vllms_is_listed(path: Path) -> None:
         ("self._inflight_prefills.add(request)", "_inflight_prefills"),
         ("self.deferred_waiting.discard(request)", "deferred_waiting"),
         ("request.num_stale_output_tokens += 1", "num_stale_output_tokens"),
-        ("self.kv_cache_manager.coordinator", "coordinator"),
+        ("self.kv_cache_manager.prefix_cache_stats", "prefix_cache_stats"),
         ("super()._update_after_schedule(output)", "_update_after_schedule"),
         ("engine._process_input_queue()", "_process_input_queue"),
         ("getattr(self, '_inflight_prefills')", "_inflight_prefills"),
