@@ -369,7 +369,7 @@ class SharingScheduler(Scheduler):
         """Give positions that were left unused, for want of blocks say, to others for a while."""
         self._left_to_waiting = 0
         for user, request in self._newcomers:
-            if request.status != RequestStatus.RUNNING and self._had_adapter(request):
+            if request.status != RequestStatus.RUNNING and self._has_adapter_slot(request):
                 self._no_newcomer_before[user] = self._step.number + _STEPS_WITHOUT_KEEPING
 
     def _note_admissions(self, output: SchedulerOutput) -> None:
@@ -608,7 +608,7 @@ class SharingScheduler(Scheduler):
         self._chosen_adapters = turns.choose(each.lora_int_id for each in users)
         stay = []
         for request in running:
-            if self._had_adapter(request):
+            if self._has_adapter_slot(request):
                 stay.append(request)
             elif is_mid_prefill(request):
                 self._held_back.append(request)
@@ -616,7 +616,7 @@ class SharingScheduler(Scheduler):
                 self._yield(request, now_ns)
         return stay
 
-    def _had_adapter(self, request: Request) -> bool:
+    def _has_adapter_slot(self, request: Request) -> bool:
         """Whether the request's adapter has a slot in the current step, or it needs none."""
         lora = request.lora_request
         return lora is None or lora.lora_int_id in self._chosen_adapters
