@@ -30,7 +30,7 @@ def test_what_is_loaded_waits_without_blocking_others(
 ) -> None:
     """Requests of which only the sampling position is left let others by until they have quota."""
     bed = Bed({"a": 0.1}, is_async=is_async, load_ms=LOAD_MS, fairness=fairness)
-    for _ in range(5):
+    for _ in range(bed.max_num_seqs + 4):
         bed.add("a", prompt=40, tokens=3, loads=(1000, meanwhile))
     bed.run(until_ms=500)
     others = [bed.add("b", prompt=40, tokens=5, loads=(1000, meanwhile)) for _ in range(5)]
@@ -90,3 +90,15 @@ def test_clients_give_up_while_their_prompts_are_loaded(is_async: bool, meanwhil
         bed.abort(name)
     bed.run()
     bed.check_empty()
+
+
+def test_a_load_that_began_before_a_flood_is_used_in_it(is_async: bool) -> None:
+    """Whoever comes meanwhile, a request goes on when it is loaded: vLLM has admitted it."""
+    bed = Bed({"flood": 1000}, is_async=is_async, load_ms=300, max_num_active_seqs=2)
+    name = bed.add("b", prompt=40, tokens=5, loads=(1000, True))
+    bed.step()
+    for _ in range(12):
+        bed.add("flood", tokens=100_000)
+        bed.step()
+    bed.run(until_ms=3000)
+    assert name in bed.finished

@@ -57,6 +57,26 @@ def test_rejected_drafts_are_free(is_async: bool, accepted: Callable[[int], int]
     assert bed.books.given_back["b"] > 0  # at the end of an answer, if not before
 
 
+@pytest.mark.parametrize("prompt", range(1, 9))
+def test_a_paused_request_is_booked_with_what_its_drafts_took(is_async: bool, prompt: int) -> None:
+    """The blocks of drafts that were rejected in every step in flight are its own, too."""
+    bed = drafting_bed(
+        {"b": Fraction(59, 4)},
+        weights={"b": 8, "d": Fraction(3, 2)},
+        is_async=is_async,
+        accepted=lambda position: position % 3,
+        max_num_seqs=4,
+        max_num_active_seqs=2,
+        block_size=4,
+        burst_seconds=1,
+        step_ms=10,
+    )
+    for user, tokens in ("d", 3), ("b", 8), ("b", 8):
+        bed.add(user, prompt=prompt, tokens=tokens)
+    bed.run()  # the bed compares books and blocks after every step
+    assert len(bed.finished) == 3
+
+
 def test_drafts_are_accepted(is_async: bool) -> None:
     """A user whose quota suffices gets several tokens in a step."""
     bed = drafting_bed({"a": 1_000_000}, is_async=is_async, accepted=ACCEPTED["all"])

@@ -41,7 +41,6 @@ def test_no_chunk_of_a_user_at_its_quota_ends_in_an_image(is_async: bool) -> Non
     bed.add("a", prompt=4, tokens=1)
     bed.run()
     name = bed.add("a", prompt=20, tokens=2, images=[(12, 8, "image")])
-    bed.add("b", prompt=4, tokens=60)
     bed.run()
     first, *_ = bed.steps_of(name)
     assert first.computed[name] == 20

@@ -88,3 +88,17 @@ def test_a_window_is_booked_with_what_it_holds() -> None:
     """The blocks of a long context in a window of twenty tokens count once, not for its length."""
     holdings = Bed({"a": 1}, layers="window", max_num_batched_tokens=BUDGET).scheduler._holdings
     assert holdings.blocks(160) - holdings.blocks(144) == 1  # those of the full attention
+
+
+def test_nobody_gives_way_to_a_prompt_that_waits_for_another(is_async: bool) -> None:
+    """A prompt whose cached state is only being written waits a step; paused requests stay."""
+    bed = Bed({"a": 0.1}, is_async=is_async, layers="aligned hybrid", max_num_seqs=32)
+    for _ in range(10):
+        bed.add("a", prompt=20, tokens=50)
+    bed.run(until_ms=60_000)
+    assert len(bed.scheduler._pauses) > 2
+    for _ in range(2):
+        bed.add("b", prompt=[7] * 70, tokens=3)
+    bed.run(until_ms=61_000)
+    assert len(bed.finished) == 2
+    assert not bed.laws.preemptions

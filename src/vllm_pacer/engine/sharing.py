@@ -91,7 +91,8 @@ class SharingScheduler(Scheduler):
             self._fair,
             self._pauses,
             self._block_groups(),
-            self.num_spec_tokens + self.num_lookahead_tokens,
+            self.num_spec_tokens * self.vllm_config.max_concurrent_batches
+            + self.num_lookahead_tokens,
             self.max_model_len,
             self._priority_class,
             self._request_blocks_can_be_freed,
@@ -200,13 +201,12 @@ class SharingScheduler(Scheduler):
 
     # --- who gets in ---------------------------------------------------------------------------
 
-    def _let_in(
-        self, running: list[Request], holders: list[Request]
-    ) -> list[tuple[User[Request], Request]]:
-        """Return the `holders`, and each user's first waiting request, if there is a slot for it.
+    def _let_in(self, running: list[Request]) -> list[tuple[User[Request], Request]]:
+        """Return those that hold KV blocks already, and each user's first waiting request.
 
-        If there is none, a paused request gives way.
+        Those for which there is a slot. If there is none, a paused request gives way.
         """
+        holders = self._block_holders() if self.kv_holding_waiting else []
         is_open = self._pause_state == PauseState.UNPAUSED and self.waiting.has_turns()
         if not (holders or is_open):
             return []
@@ -437,17 +437,12 @@ class SharingScheduler(Scheduler):
         is_sharing = self._is_sharing()
         ready = self._pauses.ready(now_ns, most=_ALL if is_sharing else self._active_limit)
         count = sum(ready.values())
-        holders = self._block_holders() if self.kv_holding_waiting else []
-        newcomers = self._newcomers = self._let_in(running, holders) if is_sharing else []
-        kept = 0
-        if holders and count and not is_sharing:
-            kept = min(len(holders), self._free_slots())  # vLLM takes them before anybody else
-            room = max(room - kept, 0)
+        newcomers = self._newcomers = self._let_in(running) if is_sharing else []
         if count + len(newcomers) <= room:
             self._positions.clear()
             return self._go_on(now_ns, room) + running if ready else running
         if not is_sharing:
-            return self._rotate(running, count - room, kept, now_ns)
+            return self._rotate(running, count - room, now_ns)
         return self._divide(running, ready, newcomers, now_ns)
 
     def _go_on(self, now_ns: int, room: int) -> list[Request]:
@@ -467,21 +462,15 @@ class SharingScheduler(Scheduler):
         self._pauses.pause(request, user, self._priority_class(request), now_ns)
         self._holdings.update(user, request)
 
-    def _rotate(
-        self, running: list[Request], surplus: int, kept: int, now_ns: int
-    ) -> list[Request]:
-        """Let requests take turns: those that have been visible longest make room.
-
-        So many positions are `kept` for others.
-        """
+    def _rotate(self, running: list[Request], surplus: int, now_ns: int) -> list[Request]:
+        """Let requests take turns: those that have been visible longest make room."""
         # A prefill needs no token yet and would wait for one here.
         may_yield = [request for request in reversed(running) if not is_mid_prefill(request)]
         for request in may_yield[:surplus]:
             self._yield(request, now_ns)
         running = [request for request in running if request not in self._pauses]
         # In front, or the prefills of others would leave them no room in the step.
-        room = self._active_limit - len(running) - kept
-        return self._go_on(now_ns, max(room, 0)) + running
+        return self._go_on(now_ns, self._active_limit - len(running)) + running
 
     def _divide(
         self,
