@@ -205,13 +205,13 @@ REFUSALS = (
     ),
     Refusal(
         "--kv-transfer-config",
-        "the blocks of a paused request may be waited for elsewhere",
+        "what is loaded for the prompts of a user at its quota may hold all KV blocks",
         "leave it out",
         lambda config: config.kv_transfer_config is not None,
     ),
     Refusal(
         "--kv-offloading-size",
-        "the blocks of a paused request may be waited for elsewhere",
+        "what is loaded for the prompts of a user at its quota may hold all KV blocks",
         "leave it out",
         lambda config: config.cache_config.kv_offloading_size is not None,
     ),
