@@ -21,17 +21,20 @@ class AdapterTurns:
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._queue: dict[int, None] = {}  # those that had to be chosen from, in order
+        # Those that had to be chosen from, in order, and whether each was wanted the last time.
+        self._queue: dict[int, bool] = {}
 
     def choose(self, wanted: Iterable[int]) -> set[int]:
-        """Return the adapters that get a slot, of those that are wanted, in their order."""
+        """Return the adapters that get a slot, of those that are wanted, in their order.
+
+        Whoever is not wanted for one step keeps its place; after two it comes behind the others.
+        """
         distinct = dict.fromkeys(wanted)
-        if len(distinct) <= self._slots:
-            self._queue.clear()
+        if len(distinct) <= self._slots and not self._queue:
             return set(distinct)
-        # Who was not there is behind those that were left out meanwhile.
-        queue = [each for each in self._queue if each in distinct]
+        queue = [each for each, was_wanted in self._queue.items() if was_wanted or each in distinct]
         queue += [each for each in distinct if each not in self._queue]
-        chosen, left_out = queue[: self._slots], queue[self._slots :]
-        self._queue = dict.fromkeys(left_out + chosen)
+        chosen = [each for each in queue if each in distinct][: self._slots]
+        left_out = [each for each in queue if each not in chosen]
+        self._queue = {each: each in distinct for each in left_out + chosen} if left_out else {}
         return set(chosen)

@@ -1,5 +1,7 @@
 """LoRA adapters: a paused request keeps none from others, and never do more run than fit."""
 
+import random
+
 import pytest
 from engine_bed import Bed
 
@@ -60,3 +62,27 @@ def test_with_limits_far_away_every_step_is_stock(is_async: bool, max_loras: int
         return [step.computed for step in bed.steps]
 
     assert steps(default_rate=1_000_000_000) == steps(paced=False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_without_room_keep_no_adapter_from_others(is_async: bool, seed: int) -> None:
+    """Newcomers with other adapters that do not fit into the KV cache let a prompt go on."""
+    dice = random.Random(seed)
+    bed = Bed(
+        {"b": 17},
+        is_async=is_async,
+        max_loras=1,
+        num_blocks=dice.choice([16, 18, 20, 22]),
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_active_seqs=5,
+    )
+    for _ in range(14):
+        user = dice.choice("abbc")
+        adapter = "abc".index(user) + 1 if dice.random() < 0.9 else None
+        bed.add(user, prompt=dice.choice([30, 40, 45, 48]), tokens=4, adapter=adapter)
+        for _ in range(dice.choice([0, 1, 3])):
+            bed.step()
+    bed.run(most_steps=2_000)
+    assert len(bed.finished) == 14
+    bed.check_empty()

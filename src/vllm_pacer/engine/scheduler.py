@@ -386,8 +386,8 @@ class PacedScheduler(SharingScheduler):
 
     def _book(self, output: SchedulerOutput, now_ns: int) -> None:
         step = self._step
-        if self._left_to_waiting:
-            self._note_vain_positions()
+        if self._left_to_waiting or self._adapters:
+            self._note_vain_newcomers()
         charges = NO_CHARGES
         if output.total_num_scheduled_tokens:
             charges = self._charge(output)

@@ -365,8 +365,8 @@ class SharingScheduler(Scheduler):
         blocks = self._holdings.blocks(request.num_tokens) + kv_cache.watermark_blocks
         return blocks - self._holdings.held(request) - kv_cache.block_pool.get_num_free_blocks()
 
-    def _note_vain_positions(self) -> None:
-        """Give positions that were left unused, for want of blocks say, to others for a while."""
+    def _note_vain_newcomers(self) -> None:
+        """Give what was left unused, for want of blocks say, to others for a while."""
         self._left_to_waiting = 0
         for user, request in self._newcomers:
             if request.status != RequestStatus.RUNNING and self._has_adapter_slot(request):
