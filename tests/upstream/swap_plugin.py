@@ -33,7 +33,6 @@ _USERS_OF_STOCK = (
 )
 
 _STAND_INS = {
-    "num_lookahead_tokens": 0,
     "num_spec_tokens": 0,
     "lora_config": None,
     "max_model_len": 100,
@@ -100,6 +99,7 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
                 patch.object(AsyncScheduler, "__init__"),
                 patch("vllm_pacer.engine.sharing.check_scheduler_attributes"),
                 patch.object(ours, "_block_groups", return_value=[]),
+                patch.object(ours, "_draft_reach_tokens", return_value=0),
             ):
                 ours.__init__(self, pacing=pacing)
             return self._pauses

@@ -91,8 +91,7 @@ class SharingScheduler(Scheduler):
             self._fair,
             self._pauses,
             self._block_groups(),
-            self.num_spec_tokens * self.vllm_config.max_concurrent_batches
-            + self.num_lookahead_tokens,
+            self._draft_reach_tokens(),
             self.max_model_len,
             self._priority_class,
             self._request_blocks_can_be_freed,
@@ -139,6 +138,11 @@ class SharingScheduler(Scheduler):
             )
             for manager, spec in zip(managers, specs, strict=True)
         ]
+
+    def _draft_reach_tokens(self) -> int:
+        """Return how far KV blocks reach beyond a request's tokens, for drafts in flight."""
+        drafts = self.num_spec_tokens * self.vllm_config.max_concurrent_batches
+        return drafts + self.num_lookahead_tokens
 
     # --- who is there --------------------------------------------------------------------------
 

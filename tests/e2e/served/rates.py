@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import linear_regression
 
 BURST_SECONDS = 0.1
 
@@ -37,5 +38,5 @@ def _longest_stretch(steps_ns: Sequence[int]) -> tuple[int, int]:
 
 
 def tokens_per_second(instants_ns: Sequence[int]) -> float:
-    """Return the rate over the whole time: a step's jitter counts only at its two ends."""
-    return (len(instants_ns) - 1) * 1e9 / (instants_ns[-1] - instants_ns[0])
+    """Return the rate by least squares: one late token does not count for more than others."""
+    return linear_regression(instants_ns, range(len(instants_ns))).slope * 1e9

@@ -3,10 +3,13 @@
 import json
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from served.client import Answer
 
 Line = dict[str, Any]
 SETTLE_SECONDS = 20
@@ -140,21 +143,36 @@ class Excerpt:
                 count[line["refunded"]] += line["tokens"]
         return count
 
-    def dispatch_ns_by_user(self) -> dict[str, list[int]]:
-        """The dispatch instant of every token that was emitted, by user, in order."""
+    @cached_property
+    def dispatch_ns_by_request(self) -> dict[str, list[int]]:
+        """The dispatch instant of every token that was emitted, by request, in order."""
         at_ns = {step["step"]: step["at_ns"] for step in self.steps}
         instants: dict[str, list[int]] = defaultdict(list)
         for output in self.outputs:
             for request, tokens in output["emitted"].items():
                 if request in self.user_of:  # not one that arrived before this excerpt
-                    instants[self.user_of[request]] += [at_ns[output["output_of"]]] * tokens
+                    instants[request] += [at_ns[output["output_of"]]] * tokens
+        return instants
+
+    def dispatch_ns_by_user(self) -> dict[str, list[int]]:
+        """The same by user."""
+        instants: dict[str, list[int]] = defaultdict(list)
+        for request, each in self.dispatch_ns_by_request.items():
+            instants[self.user_of[request]] += each
         return {user: sorted(each) for user, each in instants.items()}
 
-    def longest_step_ns(self) -> int:
-        """The longest time from a step's dispatch until its result was processed."""
-        at_ns = {step["step"]: step["at_ns"] for step in self.steps}
+    def longest_delivery_ns(self, answers: Iterable[Answer]) -> int:
+        """The longest time from the dispatch of a token's step to its arrival at the client."""
+        # vLLM adds to the name that the client is told.
+        dispatched_ns = {
+            "-".join(name.split("-")[:2]): each
+            for name, each in self.dispatch_ns_by_request.items()
+        }
         return max(
-            output["at_ns"] - at_ns[output["output_of"]]
-            for output in self.outputs
-            if output["output_of"] in at_ns
+            arrived_ns - at_ns
+            for answer in answers
+            if answer.request_id
+            for arrived_ns, at_ns in zip(
+                answer.arrivals_ns, dispatched_ns[answer.request_id], strict=False
+            )
         )
