@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from served.server import MODEL_ARGS, environment
+from served.server import MODEL_ARGS, START_SECONDS, environment, stop
 
 DEFAULT = "--default-user-output-tokens-per-second"
 USERS = "--user-output-tokens-per-second"
+ADDRESS = ("--host", "127.0.0.1", "--port", "0")  # any free port
 FILE = "--user-output-rate-config"
 RATE_HELP = "write a number from 0.001 to 1,000,000,000"
 
@@ -53,20 +54,26 @@ def outcomes(
     (folder / "unknown.yaml").write_text("defualt: 10\n")
     (folder / "good.yaml").write_text("default: 10\n")
     commands = [
-        [*MODEL_ARGS, *(each.replace("{folder}", str(folder)) for each in flags)]
+        [*MODEL_ARGS, *ADDRESS, *(each.replace("{folder}", str(folder)) for each in flags)]
         for flags, _ in BAD_FLAGS.values()
     ]
     commands.append(["--help=vllm-pacer"])
-    finished = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "served" / "start_many.py")],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        env=environment(vllm_version, "sync"),
-        timeout=240,
-    )
-    assert finished.returncode == 0, finished.stderr
-    results = json.loads(finished.stdout.splitlines()[-1])
+    with (folder / "printed").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "served" / "start_many.py")],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(vllm_version, "sync"),
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(commands).encode(), START_SECONDS)
+        finally:
+            stop(process)  # and a server that was not to start
+    printed = (folder / "printed").read_text(errors="replace")
+    assert process.returncode == 0, printed
+    results = json.loads(printed.splitlines()[-1])
     return {name: tuple(each) for name, each in zip([*BAD_FLAGS, "help"], results, strict=True)}
 
 
