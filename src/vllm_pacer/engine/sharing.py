@@ -8,8 +8,9 @@ The rules:
    the middle of it. Only paused requests do.
 3. When more requests could be computed than may be, the positions of the step are divided between
    users, and those that are left out count as paused. A prompt in progress misses the step instead.
-4. `FairShare` decides between users who may hold what, `Positions` who is computed. Nothing is
-   decided in the order of vLLM's lists.
+4. No step computes more LoRA adapters than have a slot. Those that are left out wait as in rule 3.
+5. `FairShare` decides between users who may hold what, `Positions` who is computed, `AdapterTurns`
+   with which adapters. Nothing is decided in the order of vLLM's lists.
 """
 
 from collections import Counter
@@ -206,9 +207,9 @@ class SharingScheduler(Scheduler):
     # --- who gets in ---------------------------------------------------------------------------
 
     def _let_in(self, running: list[Request]) -> list[tuple[User[Request], Request]]:
-        """Return those that hold KV blocks already, and each user's first waiting request.
+        """Return who may come in: who holds KV blocks already, and each user's first in its line.
 
-        Those for which there is a slot. If there is none, a paused request gives way.
+        They get a slot. If there is none, a paused request gives way.
         """
         holders = self._block_holders() if self.kv_holding_waiting else []
         is_open = self._pause_state == PauseState.UNPAUSED and self.waiting.has_turns()

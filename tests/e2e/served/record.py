@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -147,19 +147,43 @@ class Excerpt:
     def dispatch_ns_by_request(self) -> dict[str, list[int]]:
         """The dispatch instant of every token that was emitted, by request, in order."""
         at_ns = {step["step"]: step["at_ns"] for step in self.steps}
+        return self._by_request(lambda output: at_ns[output["output_of"]])
+
+    @cached_property
+    def emission_ns_by_request(self) -> dict[str, list[int]]:
+        """When every token left the scheduler, by request, in order."""
+        return self._by_request(lambda output: output["at_ns"])
+
+    def _by_request(self, instant_of: Callable[[Line], int]) -> dict[str, list[int]]:
         instants: dict[str, list[int]] = defaultdict(list)
         for output in self.outputs:
             for request, tokens in output["emitted"].items():
                 if request in self.user_of:  # not one that arrived before this excerpt
-                    instants[request] += [at_ns[output["output_of"]]] * tokens
+                    instants[request] += [instant_of(output)] * tokens
         return instants
 
     def dispatch_ns_by_user(self) -> dict[str, list[int]]:
-        """The same by user."""
+        """The dispatch instant of every token that was emitted, by user, in order."""
+        return self._by_user(self.dispatch_ns_by_request)
+
+    def emission_ns_by_user(self) -> dict[str, list[int]]:
+        """When every token left the scheduler, by user, in order."""
+        return self._by_user(self.emission_ns_by_request)
+
+    def _by_user(self, by_request: dict[str, list[int]]) -> dict[str, list[int]]:
         instants: dict[str, list[int]] = defaultdict(list)
-        for request, each in self.dispatch_ns_by_request.items():
+        for request, each in by_request.items():
             instants[self.user_of[request]] += each
         return {user: sorted(each) for user, each in instants.items()}
+
+    def longest_step_ns(self) -> int:
+        """The longest time from a step's dispatch until its result was processed."""
+        at_ns = {step["step"]: step["at_ns"] for step in self.steps}
+        return max(
+            output["at_ns"] - at_ns[output["output_of"]]
+            for output in self.outputs
+            if output["output_of"] in at_ns
+        )
 
     def longest_delivery_ns(self, answers: Iterable[Answer]) -> int:
         """The longest time from the dispatch of a token's step to its arrival at the client."""
