@@ -26,7 +26,7 @@ def server(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         *("--user-output-tokens-per-second", json.dumps({"limited": RATE, "texts": 30})),
         *("--tensor-parallel-size", "2"),
     )
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PACER_PROBE_WORKERS_REST": "1"}
     with launched(
         folder, vllm_version, "sync", API_SERVER, *command, variables=variables
     ) as server:

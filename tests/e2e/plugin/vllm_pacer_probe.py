@@ -7,6 +7,8 @@ unless its environment variables ask for it.
   worker gains nothing from it. It is switched on again for the front end and the engine, so that
   these run as on a GPU, with two batches in flight, and off for the worker, which executes the
   steps in order.
+* `PACER_PROBE_WORKERS_REST=1`: a worker that awaits its next step sleeps half a millisecond at a
+  time. vLLM's spin, and where they take every core, the API server starves for many seconds.
 * `PACER_PROBE_RECORD=FILE`: what the scheduler does is appended to the file, one JSON object
   a line. Only public results and the limiter's own calls are recorded, in the engine's process.
 """
@@ -15,6 +17,7 @@ import json
 import os
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 
@@ -22,6 +25,8 @@ def register() -> None:
     """Install what the environment asks for; vLLM calls this once in each process."""
     if os.environ.get("PACER_PROBE_ASYNC") == "1":
         _serve_async_on_cpu()
+    if os.environ.get("PACER_PROBE_WORKERS_REST") == "1":
+        _let_workers_rest()
     if path := os.environ.get("PACER_PROBE_RECORD"):
         _record_schedulers(path)
 
@@ -48,6 +53,12 @@ def _serve_async_on_cpu() -> None:
         init_worker(self, all_kwargs)
 
     WorkerWrapperBase.init_worker = init_worker_in_order
+
+
+def _let_workers_rest() -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 
 
 def _record_schedulers(path: str) -> None:
