@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from least import LeastAsyncScheduler, LeastScheduler
 from vllm_pacer import PacerConfig
 from vllm_pacer.clock import Clock
 from vllm_pacer.engine.scheduler import PacedAsyncScheduler, PacedScheduler
@@ -25,9 +26,12 @@ TINY_MODEL = TESTBED / "models" / "tiny-llama"
 BLOCK_SIZE = 16
 TOKEN = 7
 
+Pacing = PacerConfig | Literal["least"] | None
+"""Limits, the least of limiters, or stock."""
+
 
 def make_scheduler(
-    pacing: PacerConfig | None,
+    pacing: Pacing,
     *,
     is_async: bool = False,
     residents: int = 256,
@@ -35,7 +39,7 @@ def make_scheduler(
     blocks: int = 200_000,
     clock: Clock | None = None,
 ) -> Scheduler:
-    """Build vLLM's own scheduler, or ours if there are limits."""
+    """Build vLLM's own scheduler, or one with limits."""
     model_config = ModelConfig(model=str(TINY_MODEL), dtype="float32", max_model_len=4096)
     scheduler_config = SchedulerConfig(
         max_num_seqs=residents,
@@ -69,6 +73,8 @@ def make_scheduler(
     }
     if pacing is None:
         return (AsyncScheduler if is_async else Scheduler)(**kwargs)
+    if pacing == "least":
+        return (LeastAsyncScheduler if is_async else LeastScheduler)(**kwargs)
     return (PacedAsyncScheduler if is_async else PacedScheduler)(
         pacing=pacing, clock=clock, **kwargs
     )

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Literal
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from bed import add_requests, make_scheduler, result_of
+from bed import Pacing, add_requests, make_scheduler, result_of
 from vllm_pacer import PacerConfig
 
 FAR_AWAY = PacerConfig(default=1_000_000)
@@ -65,7 +65,7 @@ class RemoteStepper:
         return int(self._connection.recv())
 
 
-def serve(connection: Connection, pacing: PacerConfig | None, users: list[str], kw: Any) -> None:
+def serve(connection: Connection, pacing: Pacing, users: list[str], kw: Any) -> None:
     """Step a scheduler with one request per name in `users` whenever told to."""
     is_async = kw.get("is_async", False)
     scheduler = make_scheduler(pacing, **kw)
@@ -82,7 +82,7 @@ def serve(connection: Connection, pacing: PacerConfig | None, users: list[str], 
 
 
 @contextmanager
-def remote(pacing: PacerConfig | None, users: list[str], **kw: Any) -> Iterator[RemoteStepper]:
+def remote(pacing: Pacing, users: list[str], **kw: Any) -> Iterator[RemoteStepper]:
     """Start a process that steps a scheduler."""
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
@@ -96,8 +96,8 @@ def remote(pacing: PacerConfig | None, users: list[str], **kw: Any) -> Iterator[
 
 
 def paired_us(
-    one: tuple[PacerConfig | None, list[str]],
-    other: tuple[PacerConfig | None, list[str]],
+    one: tuple[Pacing, list[str]],
+    other: tuple[Pacing, list[str]],
     **kw: Any,
 ) -> tuple[float, float, float]:
     """Return the median steps of both, and the median difference other − one."""
@@ -117,7 +117,9 @@ def paired_us(
     )
 
 
-def scheduled_cost(requests: int, one_user: bool, is_async: bool, pacing: PacerConfig) -> dict:
+def scheduled_cost(
+    requests: int, one_user: bool, is_async: bool, pacing: PacerConfig | Literal["least"]
+) -> dict:
     """Measure what limits that are on and not binding add per scheduled request."""
     users = ["user"] * requests if one_user else [f"user-{i}" for i in range(requests)]
     stock_us, ours_us, added_us = paired_us(
@@ -127,11 +129,17 @@ def scheduled_cost(requests: int, one_user: bool, is_async: bool, pacing: PacerC
         "requests": requests,
         "users": 1 if one_user else requests,
         "scheduling": "async" if is_async else "sync",
-        "limits": "none" if pacing.default is None else "far away",
+        "limits": _name(pacing),
         "stock_us": stock_us,
         "ours_us": ours_us,
         "added_ns_per_request": added_us * 1000 / requests,
     }
+
+
+def _name(pacing: PacerConfig | Literal["least"]) -> str:
+    if pacing == "least":
+        return "the least limiter"
+    return "none" if pacing.default is None else "far away"
 
 
 def paused_cost(residents: int, running: int, users: int) -> dict:
@@ -219,6 +227,11 @@ def measure() -> dict:
                 )
             ),
             scheduled_cost(64, False, False, UNLIMITED),
+            *(
+                scheduled_cost(requests, one_user, is_async, "least")
+                for is_async in (False, True)
+                for requests, one_user in ((8, True), (16, False), (64, False))
+            ),
         ],
         "paused": [paused_cost(990, 10, users) for users in (1, 10, 990)],
         "flooded": [flooded_cost(10_000, 1_000, 10)],
