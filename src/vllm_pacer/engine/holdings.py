@@ -203,11 +203,12 @@ class Holdings:
         groups = [
             (priority, self._fair.share(user.member), self._pauses.wake_ns(user) or 0, user)
             for user in self._pauses.users()
-            if may_give_way(user)
             for priority in user.paused
             if priority >= worst_class
         ]
         for priority, _, _, user in sorted(groups, key=itemgetter(0, 1, 2), reverse=True):
+            if not may_give_way(user):
+                continue
             for request in sorted(user.paused[priority], key=_recomputation):
                 if self._can_be_freed(request) and self._has_moved_on(request):
                     yield user, request
