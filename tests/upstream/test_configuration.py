@@ -275,6 +275,8 @@ OTHER_DRAFTS = (
     "--speculative-config with medusa, suffix, dflash or another method that is not named here"
 )
 
+RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND=1"
+
 DRAFTS_WITH_STATES = (
     "--speculative-config with a hybrid or attention-free model on the first model runner"
 )
@@ -306,6 +308,7 @@ def test_every_refusal_is_tried() -> None:
         "--scheduler-cls",
         OTHER_DRAFTS,
         DRAFTS_WITH_STATES,
+        RUST_FRONT_END,
     }
 
 
@@ -358,6 +361,16 @@ def test_another_scheduler_class_from_the_platform_is_refused() -> None:
     with pytest.raises(UnsupportedModeError) as error:
         refuse_unsupported(config)
     assert_explained(str(error.value), refusal("--scheduler-cls"))
+
+
+def test_a_front_end_without_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits do not start with a front end that cannot be asked to check a user's name."""
+    config = engine_args().create_engine_config()
+    refuse_unsupported(config)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedModeError) as error:
+        refuse_unsupported(config)
+    assert_explained(str(error.value), refusal(RUST_FRONT_END))
 
 
 def test_auxiliary_outputs_are_refused() -> None:

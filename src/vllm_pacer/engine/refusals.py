@@ -6,6 +6,7 @@ A mode is refused until a test proves that limits hold in it. The documentation 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm import envs
 from vllm.config import VllmConfig
 
 
@@ -196,6 +197,12 @@ REFUSALS = (
         "every rank schedules for itself and would pause by its own clock",
         "use the mp or ray backend",
         lambda config: config.parallel_config.distributed_executor_backend == "external_launcher",
+    ),
+    Refusal(
+        "VLLM_USE_RUST_FRONTEND=1",
+        "it takes requests without the checks of their users' names",
+        "unset it",
+        lambda config: envs.VLLM_USE_RUST_FRONTEND,
     ),
     Refusal(
         "a diffusion model",
