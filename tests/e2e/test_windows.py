@@ -77,7 +77,7 @@ def test_dispatched_tokens_in_every_window(run: Run, rate: float) -> None:
     """On dispatch stamps no window of W seconds holds more than (W + burst) x N + 1 tokens."""
     instants_ns = run.excerpt.dispatch_ns_by_user()[f"window-{rate}"]
     assert len(instants_ns) >= rate * RUN_SECONDS / 2
-    assert ns_over_quota(instants_ns, rate) <= BURST_NS
+    _check(instants_ns, rate, BURST_NS)
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -85,7 +85,7 @@ def test_emitted_tokens_in_every_window(run: Run, rate: float) -> None:
     """As they leave no window holds more than (W + burst + longest step) x N + 1 tokens."""
     instants_ns = run.excerpt.emission_ns_by_user()[f"window-{rate}"]
     assert len(instants_ns) >= rate * RUN_SECONDS / 2
-    assert ns_over_quota(instants_ns, rate) <= BURST_NS + run.excerpt.longest_step_ns()
+    _check(instants_ns, rate, BURST_NS + run.excerpt.longest_step_ns())
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -95,7 +95,7 @@ def test_delivered_tokens_in_every_window(run: Run, rate: float) -> None:
     assert len(instants_ns) >= rate * (RUN_SECONDS - RAMP_SECONDS) / 2
     answers = [answer for each in run.answers.values() for answer in each]
     longest_ns = run.excerpt.longest_delivery_ns(answers)
-    assert ns_over_quota(instants_ns, rate) <= BURST_NS + longest_ns
+    _check(instants_ns, rate, BURST_NS + longest_ns)
 
 
 def test_no_step_computes_more_than_the_active_limit(run: Run, servers: dict[str, Server]) -> None:
@@ -122,6 +122,12 @@ def test_metrics_agree_with_the_run(run: Run) -> None:
         "vllm_pacer:refunded_tokens_total": sum(run.excerpt.refunded_by_user.values()),
     }
     assert run.metrics_after["vllm_pacer:paused_requests"] == 0
+
+
+def _check(instants_ns: Sequence[int], rate: float, allowed_ns: int) -> None:
+    needed_ns = ns_over_quota(instants_ns, rate)
+    print(f"{len(instants_ns)} tokens, at most {needed_ns / 1e6:.2f} of {allowed_ns / 1e6:.2f} ms")
+    assert needed_ns <= allowed_ns
 
 
 def ns_over_quota(instants_ns: Sequence[int], rate: float) -> Fraction:
