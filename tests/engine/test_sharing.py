@@ -206,6 +206,21 @@ def test_a_newcomers_prompt_goes_before_a_chunk_of_a_user_at_its_quota() -> None
         bed.run(until_ms=bed.now_ms + 50)
 
 
+def test_a_prompt_goes_on_beside_a_request_that_cannot_come_in() -> None:
+    """A user at its quota misses no step for a request for which there is no slot."""
+    bed = Bed({"a": 5}, step_ms=20, max_num_seqs=3, max_num_batched_tokens=34)
+    for _ in range(2):
+        bed.add("free", prompt=4, tokens=100)
+    bed.run(until_ms=100)
+    first, _ = [bed.add("a", prompt=400, tokens=5) for _ in range(2)]
+    bed.step()
+    bed.add("b", prompt=4, tokens=5)
+    for _ in range(8):
+        before = bed.requests[first].num_computed_tokens
+        bed.step()
+        assert bed.requests[first].num_computed_tokens > before
+
+
 def test_little_is_recomputed_and_nobody_gives_way_twice_for_nothing(is_async: bool) -> None:
     """With KV for twenty requests and one of three users flooding, recomputation stays small."""
     bed = Bed(

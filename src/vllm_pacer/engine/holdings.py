@@ -42,7 +42,7 @@ class Holdings:
         draft_tokens: How far blocks reach beyond a request's tokens, for drafts.
         max_model_len: The most tokens of a request.
         class_of: Gives a request's priority class.
-        can_be_freed: Whether a request's blocks are free at once when it is preempted.
+        may_be_preempted: Whether a request can be preempted now, and its blocks are free then.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Holdings:
         draft_tokens: int,
         max_model_len: int,
         class_of: Callable[[Request], int],
-        can_be_freed: Callable[[Request], bool],
+        may_be_preempted: Callable[[Request], bool],
     ) -> None:
         self._fair = fair
         self._pauses = pauses
@@ -61,7 +61,7 @@ class Holdings:
         self._draft_tokens = draft_tokens
         self._max_model_len = max_model_len
         self._class_of = class_of
-        self._can_be_freed = can_be_freed
+        self._may_be_preempted = may_be_preempted
         self._blocks_of: dict[Request, int] = {}
         self._growth_of: dict[Request, int] = {}
         self.growth = 0  # the blocks that residents will soon come to hold
@@ -210,12 +210,16 @@ class Holdings:
             if not may_give_way(user):
                 continue
             for request in sorted(user.paused[priority], key=_recomputation):
-                if self._can_be_freed(request) and self._has_moved_on(request):
+                if self._may_be_preempted(request) and self._has_moved_on(request):
                     yield user, request
 
     def _has_moved_on(self, request: Request) -> bool:
-        return request.num_output_tokens > self._tokens_when_preempted.get(request, -1)
+        return request not in self._tokens_when_preempted or self._new_tokens(request) > 0
 
     def _has_earned_recomputation(self, request: Request) -> bool:
-        tokens = request.num_output_tokens - self._tokens_when_preempted.get(request, 0)
-        return tokens * _POSITIONS_PER_TOKEN >= request.num_computed_tokens
+        return self._new_tokens(request) * _POSITIONS_PER_TOKEN >= request.num_computed_tokens
+
+    def _new_tokens(self, request: Request) -> int:
+        """Return how many tokens a request has got since it was preempted last."""
+        tokens, before = request.num_output_tokens, self._tokens_when_preempted.get(request, 0)
+        return tokens - before if tokens >= before else tokens  # a session's turn counts anew

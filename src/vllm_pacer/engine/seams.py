@@ -217,6 +217,7 @@ REQUEST_ATTRIBUTES = (
     "max_tokens",
     "mm_features",
     "num_computed_tokens",
+    "num_in_flight_tokens",
     "num_output_placeholders",
     "num_output_tokens",
     "num_preemptions",

@@ -95,7 +95,7 @@ class SharingScheduler(Scheduler):
             self._draft_reach_tokens(),
             self.max_model_len,
             self._priority_class,
-            self._request_blocks_can_be_freed,
+            self._may_be_preempted,
         )
         self._positions: dict[int, Positions[User[Request]]] = {}  # by priority class
         lora = self.lora_config
@@ -159,7 +159,7 @@ class SharingScheduler(Scheduler):
                 self._users[account.user] = user
             account.requests += 1
             self._user_of[request] = user
-            self._watch(user)
+        self._watch(user)  # also for a session that comes back to the queue
         return user
 
     def _owner(self, request: Request) -> User[Request]:
@@ -427,6 +427,11 @@ class SharingScheduler(Scheduler):
         user = self._owner(request)
         return self._holdings.victims_for_blocks(user, request, missing, self._tokens_left)
 
+    def _may_be_preempted(self, request: Request) -> bool:
+        # vLLM 0.32 loses a session that ends its turn while it waits to be computed again.
+        ends_turn_soon = request.resumable and request.num_in_flight_tokens > 0
+        return not ends_turn_soon and self._request_blocks_can_be_freed(request)
+
     def _evict(self, victim: Request) -> None:
         self._preempt_request(
             victim,
@@ -574,8 +579,7 @@ class SharingScheduler(Scheduler):
         if not at_quota:
             return running
         users = {self._owner(request) for request in at_quota}
-        heads = self.waiting.heads(len(users) + 1)
-        is_waited_for = any(user not in users for user, _ in heads) or any(
+        is_waited_for = any(user not in users for user, _ in self._newcomers) or any(
             is_mid_prefill(request) and self._owner(request) not in users for request in running
         )
         if not is_waited_for:
@@ -598,8 +602,8 @@ class SharingScheduler(Scheduler):
         Newcomers take part: vLLM admits them if their adapter has one.
         """
         newcomers = [request for _, request in self._newcomers]
-        users = [each.lora_request for each in [*running, *newcomers] if each.lora_request]
-        self._chosen_adapters = turns.choose(each.lora_int_id for each in users)
+        loras = [each.lora_request for each in [*running, *newcomers] if each.lora_request]
+        self._chosen_adapters = turns.choose(each.lora_int_id for each in loras)
         stay = []
         for request in running:
             if self._has_adapter_slot(request):
