@@ -85,7 +85,7 @@ def _exact_number(value: object, lowest: Fraction, highest: Fraction, help_text:
     if not is_number or not lowest <= value <= highest:  # type: ignore[operator]
         raise ValueError(f"got {_shown(value)}; {help_text}")
     # A float stands for the decimal that was written, which is its shortest representation.
-    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)  # type: ignore[call-overload]
+    return Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)  # type: ignore[call-overload]
 
 
 def _shown(value: object) -> str:

@@ -180,6 +180,16 @@ def test_floats_from_python_mean_their_decimal() -> None:
     assert config.burst == Fraction(7, 10)
 
 
+def test_a_float_of_another_library_is_a_float() -> None:
+    """A subclass that writes itself in another way, like NumPy's, means the same number."""
+
+    class Other(float):
+        def __repr__(self) -> str:
+            return f"other.float64({float(self)!r})"
+
+    assert make_config({"default": Other(0.1)}, "llm_kwargs").default == Fraction(1, 10)
+
+
 # --- flags ---------------------------------------------------------------------------------------
 
 
