@@ -38,7 +38,7 @@ class Level:
         name: What the headings and the summary call it.
         command: What it runs.
         version: The vLLM that its environment imports.
-        folders: Where its tests are; none for a linter.
+        places: The folders or files of its tests; none for a linter.
         is_timed: Measures time, so nothing else may run meanwhile.
         seconds_allowed: It is stopped after that.
     """
@@ -46,7 +46,7 @@ class Level:
     name: str
     command: tuple[str | Path, ...]
     version: str = paths.ENGINE_VERSION
-    folders: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
     is_timed: bool = False
     seconds_allowed: float = 1500
 
@@ -61,11 +61,13 @@ class Level:
         return paths.REPORTS / f"{self.name}.xml"
 
     def has_no_tests(self) -> bool:
-        """Return whether this level has test folders and nothing in them."""
-        tests = (
-            test for folder in self.folders for test in (paths.ROOT / folder).rglob("test_*.py")
-        )
-        return bool(self.folders) and not any(tests)
+        """Return whether this level should have tests and there are none."""
+        return bool(self.places) and not any(map(_has_tests, self.places))
+
+
+def _has_tests(place: str) -> bool:
+    path = paths.ROOT / place
+    return path.is_file() or any(path.rglob("test_*.py"))
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,17 @@ def linter(name: str, *command: str) -> Level:
 
 def pytest_level(
     name: str,
-    *folders: str,
+    *places: str,
     python: Path = paths.PYTHON,
     version: str = paths.ENGINE_VERSION,
     is_timed: bool = False,
 ) -> Level:
-    """Return a level that runs pytest on folders."""
+    """Return a level that runs pytest on folders or files."""
     cache = paths.TESTBED / "pytest" / name  # levels that run side by side must not share one
     report = paths.REPORTS / f"{name}.xml"
     options = ("-q", f"--junitxml={report}", "-o", f"cache_dir={cache}")
-    command: tuple[str | Path, ...] = (python, "-m", "pytest", *options, *folders)
-    return Level(name, command, version, folders, is_timed)
+    command: tuple[str | Path, ...] = (python, "-m", "pytest", *options, *places)
+    return Level(name, command, version, places, is_timed)
 
 
 CHECK = (
@@ -114,8 +116,12 @@ CHECK = (
 WHEEL = Level("wheel", (sys.executable, paths.ROOT / "tools" / "test_wheel.py"))
 
 
+SERVED_ON_EVERY_VERSION = ("tests/e2e/test_lanes.py", "tests/e2e/test_rates.py")
+"""What shows that the server works; what is beyond that works the same on all of them."""
+
+
 def engine_levels() -> tuple[Level, ...]:
-    """Return the levels that need vLLM: on every supported version what serves nothing."""
+    """Return the levels that need vLLM: on every supported version, but most of what serves."""
     return (
         *(
             pytest_level(f"{kind}-{version}", f"tests/{kind}", version=version)
@@ -123,6 +129,11 @@ def engine_levels() -> tuple[Level, ...]:
             for version in paths.VLLM_VERSIONS
         ),
         pytest_level(f"e2e-{paths.ENGINE_VERSION}", "tests/e2e", is_timed=True),
+        *(
+            pytest_level(f"e2e-{version}", *SERVED_ON_EVERY_VERSION, version=version, is_timed=True)
+            for version in paths.VLLM_VERSIONS
+            if version != paths.ENGINE_VERSION
+        ),
     )
 
 

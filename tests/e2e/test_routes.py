@@ -33,6 +33,16 @@ REQUESTS = {"two prompts": 2, "chat batch": 2}
 STREAMS = {"completions", "two prompts", "chat", "responses", "messages", "tokens"}
 WAYS = [(name, False) for name in BODIES] + [(name, True) for name in BODIES if name in STREAMS]
 
+DECISIONS: dict[str, dict[str, Any]] = {
+    "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "boolean"}}},
+    "/v1/decisions": {
+        "model": "m",
+        "input": "Hi",
+        "questions": [{"type": "predicate", "instructions": "Is it a greeting?"}],
+    },
+}
+"""The second is there from vLLM 0.33 on."""
+
 SCORING = {"query": "Hi", "items": ["a", "b", "c"], "label_token_ids": [10, 11]}
 
 NOTHING_TO_SAY = {
@@ -117,20 +127,27 @@ def test_scoring_cannot_name_a_user(small: Server) -> None:
     assert excerpt.charged_by_user == {ANONYMOUS: len(SCORING["items"])}
 
 
-def test_structured_decisions_need_another_model(small: Server) -> None:
-    """`/v1/systemone` answers that this model has none, and asks nothing of the engine."""
+@pytest.mark.parametrize("route", DECISIONS)
+def test_decisions_need_another_model(small: Server, route: str) -> None:
+    """Routes for decisions answer that this model makes none, and ask nothing of the engine."""
     start = small.record.position()
-    body = {"state": "Hi", "questions": {"q": {"type": "boolean"}}, "vllm_xargs": {FIELD: "c"}}
-    assert small.post("/v1/systemone", body)[0] == 501
+    status, text = small.post(route, DECISIONS[route])
+    assert status == (501 if route in _posted(small) else 404), text
     assert not small.record.since(start).user_of
 
 
 def test_no_other_route_generates(small: Server) -> None:
     """What can be posted to this server is tested here or generates nothing."""
-    paths = json.loads(small.get("/openapi.json"))["paths"]
-    tested = {route for route, _ in BODIES.values()} | {"/generative_scoring", "/v1/systemone"}
-    posted = {path for path, methods in paths.items() if "post" in methods}
-    assert posted - NOTHING_TO_SAY == tested
+    named = {route for route, _ in BODIES.values()}
+    unnamed = {"/generative_scoring", *DECISIONS}
+    posted = _posted(small) - NOTHING_TO_SAY
+    assert named <= posted
+    assert posted <= named | unnamed
+
+
+def _posted(server: Server) -> set[str]:
+    paths = json.loads(server.get("/openapi.json"))["paths"]
+    return {path for path, methods in paths.items() if "post" in methods}
 
 
 def test_batch_file_names_a_user_per_line(vllm_version: str, tmp_path: Path) -> None:
