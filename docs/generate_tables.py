@@ -75,7 +75,7 @@ def with_modes_table(page: str, source: str) -> str:
 
 
 def _as_code(setting: str) -> str:
-    return re.sub(r"--[a-z-]+", r"`\g<0>`", setting)
+    return re.sub(r"--[a-z-]+|VLLM_\w+=\d", r"`\g<0>`", setting)
 
 
 def _sentence(text: str) -> str:
