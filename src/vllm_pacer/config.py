@@ -355,8 +355,8 @@ class _StrictLoader(yaml.SafeLoader):
         """Refuse a value that was left out: it would be no limit, which may not be meant."""
         if not node.value:
             raise ConfigError(
-                f"line {node.start_mark.line + 1}: a key without a value; write a number after "
-                "a colon and a space, or null for no limit"
+                f"line {node.start_mark.line + 1}: a key without a value; write it after a colon "
+                "and a space; in default and users that is a number, or null for no limit"
             )
 
     def construct_number(self, node: yaml.ScalarNode) -> int | Decimal | str:
