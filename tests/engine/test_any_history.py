@@ -126,13 +126,18 @@ class Drain:
         """Return the time in which everything of a user must have ended."""
         own_ns = self.compiling_ns + self.quota_ns(user, self.of(user))
         if self.finds_position(user):
-            busy_ns = min(busy_ns, self.step_ns * self.steps_by_weight(user))
+            busy_ns = min(busy_ns, self.round_ns() * self.steps_by_weight(user))
         others_ns = sum(
             self.quota_ns(other, self.may_hold_up(user, other))
             for other in self.users
             if other != user
         )
         return own_ns + busy_ns + others_ns
+
+    def round_ns(self) -> int:
+        """Return the longest time from a step of a request to its next, if nobody else is due."""
+        # While a request is on its way through a pipeline the engine naps a millisecond at a time.
+        return self.step_ns + (NS_PER_MS if self.bed.pipeline > 1 else 0)
 
     def may_hold_up(self, user: str, other: str) -> list[str]:
         """Return the requests of another user whose tokens this one may have to wait for."""
@@ -335,3 +340,21 @@ def test_any_history(is_async: bool) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_request_alone_in_a_pipeline_ends_as_on_stock(is_async: bool) -> None:
+    """Between steps of a millisecond the engine naps for a millisecond, with limits or without."""
+    ends_ns = []
+    for paced in (True, False):
+        bed = Bed({"a": None}, paced=paced, is_async=is_async, pipeline=3, step_ms=1)
+        bed.add("a", prompt=1, tokens=6)
+        bed.run()
+        ends_ns.append(bed.finished_ns["a-0"])
+    assert ends_ns[0] == ends_ns[1]
+
+
+def test_the_law_knows_the_naps_of_a_pipeline(is_async: bool) -> None:
+    """A request alone in a pipeline is not taken for one that starved."""
+    bed = Bed({"a": None}, weights={"a": 1}, is_async=is_async, pipeline=3, step_ms=1)
+    bed.add("a", prompt=1, tokens=6)
+    Drain(bed, step_ms=1, budget=MOST_ACTIVE + 1, is_priority=False).check()
