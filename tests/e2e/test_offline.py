@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from served.offline import RATES, TOKENS
-from served.rates import steady_ns, tokens_per_second
+from served.rates import rate_of
 from served.record import Record
 from served.server import environment, stop
 
@@ -66,11 +66,10 @@ def test_offline_rate_is_the_limit(results: dict[str, Any], engine: str, user: s
     excerpt = results[engine]["excerpt"]
     instants_ns = excerpt.dispatch_ns_by_user()[user]
     assert results[engine]["tokens"][user] == len(instants_ns) == TOKENS[user]
-    steady = steady_ns(instants_ns, [step["at_ns"] for step in excerpt.steps], RATES[user])
-    assert len(steady) > TOKENS[user] / 2
-    measured = tokens_per_second(steady)
-    print(f"{measured:.3f} tokens/s at a limit of {RATES[user]}, over {len(steady)} tokens")
-    assert measured == pytest.approx(RATES[user], rel=0.005)
+    rate = rate_of(instants_ns, excerpt.steps_ns, RATES[user])
+    print(f"limit {RATES[user]}: {rate}")
+    assert rate.tokens > TOKENS[user] / 2
+    assert rate.per_second == pytest.approx(RATES[user], rel=0.005)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

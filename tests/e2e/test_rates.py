@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 from served.client import Client, arrivals_of
-from served.rates import steady_ns, tokens_per_second
+from served.rates import BURST_NS, delivered_rate_of, rate_of
+from served.record import Excerpt
 from served.server import Server
 
 SECONDS = 30
@@ -13,10 +14,10 @@ SECONDS = 30
 
 @dataclass(frozen=True)
 class Run:
-    """When tokens arrived, by user, and when the engine put its steps together."""
+    """When tokens arrived, by user, and what the engine did."""
 
     arrivals: dict[str, list[int]]
-    steps_ns: list[int]
+    excerpt: Excerpt
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,7 @@ def run(servers: dict[str, Server]) -> Run:
     server = servers["roomy"]
     start = server.record.position()
     arrivals = asyncio.run(_stream(server.url))
-    steps = server.record.since(start).steps
-    return Run(arrivals, [step["at_ns"] for step in steps])
+    return Run(arrivals, server.record.settled_since(start))
 
 
 async def _stream(url: str) -> dict[str, list[int]]:
@@ -51,13 +51,57 @@ async def _stream(url: str) -> dict[str, list[int]]:
         )
 
 
-@pytest.mark.parametrize(
-    ("user", "rate"), [("one-stream", 20), ("four-streams", 20), ("two-streams", 100)]
+LIMITED = pytest.mark.parametrize(
+    ("user", "limit"), [("one-stream", 20), ("four-streams", 20), ("two-streams", 100)]
 )
-def test_rate_is_the_limit(run: Run, user: str, rate: int) -> None:
-    """From token number burst x rate + 2 on, tokens arrive at the limit within 0.5 %."""
-    steady = steady_ns(run.arrivals[user], run.steps_ns, rate)
-    assert len(steady) >= (400 if rate == 100 else 200)
-    measured = tokens_per_second(steady)
-    print(f"{measured:.3f} tokens/s at a limit of {rate}, over {len(steady)} tokens")
-    assert measured == pytest.approx(rate, rel=0.005)
+
+
+@LIMITED
+def test_rate_is_the_limit(run: Run, user: str, limit: int) -> None:
+    """From token number burst x limit + 2 on, tokens leave the engine at it within 0.5 %."""
+    rate = rate_of(run.excerpt.emission_ns_by_user()[user], run.excerpt.steps_ns, limit)
+    print(f"limit {limit}: {rate}")
+    assert rate.tokens >= (400 if limit == 100 else 200)
+    assert rate.per_second == pytest.approx(limit, rel=0.005)
+
+
+@LIMITED
+def test_delivered_rate_is_the_limit(run: Run, user: str, limit: int) -> None:
+    """The same holds for what reaches the client."""
+    emitted_ns = run.excerpt.emission_ns_by_user()[user]
+    rate = delivered_rate_of(run.arrivals[user], emitted_ns, run.excerpt.steps_ns, limit)
+    print(f"limit {limit}: {rate}")
+    assert rate.tokens >= (400 if limit == 100 else 200)
+    assert rate.per_second == pytest.approx(limit, rel=0.005)
+
+
+INTERVAL_NS = 50_000_000
+EVEN_NS = [index * INTERVAL_NS for index in range(200)]
+
+
+def test_a_rate_is_seen_as_it_is() -> None:
+    """The measure itself: what comes one percent too fast is seen as that."""
+    faster_ns = [index * INTERVAL_NS * 100 // 101 for index in range(200)]
+    for limit, instants_ns in (20, EVEN_NS), (20.2, faster_ns):
+        rate = rate_of(instants_ns, instants_ns, 20)
+        assert rate.per_second == pytest.approx(limit, rel=1e-6)
+        assert rate.tokens == 197
+
+
+def test_a_stall_of_the_machine_changes_no_rate() -> None:
+    """Each time between two stalls begins with a burst, which does not count."""
+    stall_ns = 10 * INTERVAL_NS
+    before_ns, after_ns = EVEN_NS[:80], [instant + stall_ns for instant in EVEN_NS[80:]]
+    instants_ns = [*before_ns, after_ns[0], after_ns[0], *after_ns]
+    rate = rate_of(instants_ns, instants_ns, 20)
+    assert rate.per_second == pytest.approx(20, rel=1e-6)
+    assert rate.tokens == 197 - 1
+
+
+def test_tokens_held_up_on_their_way_change_no_rate() -> None:
+    """What came more than a burst after it had left is left out."""
+    held_ns = EVEN_NS[80] + 10 * BURST_NS
+    arrivals_ns = [max(at, held_ns) if at >= EVEN_NS[80] else at for at in EVEN_NS]
+    rate = delivered_rate_of(arrivals_ns, EVEN_NS, EVEN_NS, 20)
+    assert rate.per_second == pytest.approx(20, rel=5e-3)
+    assert 150 < rate.tokens < 197

@@ -66,6 +66,11 @@ class Excerpt:
         return [line for line in self.lines if "step" in line]
 
     @cached_property
+    def steps_ns(self) -> list[int]:
+        """When they were called."""
+        return [step["at_ns"] for step in self.steps]
+
+    @cached_property
     def outputs(self) -> list[Line]:
         """The results that were processed."""
         return [line for line in self.lines if "output_of" in line]
