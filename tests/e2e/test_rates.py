@@ -52,24 +52,29 @@ async def _stream(url: str) -> dict[str, list[int]]:
 
 
 LIMITED = pytest.mark.parametrize(
-    ("user", "limit"), [("one-stream", 20), ("four-streams", 20), ("two-streams", 100)]
+    # With two streams a user needs five steps for the ten tokens of its burst.
+    ("user", "limit", "needed_steps"),
+    [("one-stream", 20, 2), ("four-streams", 20, 1), ("two-streams", 100, 5)],
 )
 
 
 @LIMITED
-def test_rate_is_the_limit(run: Run, user: str, limit: int) -> None:
+def test_rate_is_the_limit(run: Run, user: str, limit: int, needed_steps: int) -> None:
     """From token number burst x limit + 2 on, tokens leave the engine at it within 0.5 %."""
-    rate = rate_of(run.excerpt.emission_ns_by_user()[user], run.excerpt.steps_ns, limit)
+    emitted_ns = run.excerpt.emission_ns_by_user()[user]
+    rate = rate_of(emitted_ns, run.excerpt.steps_ns, limit, needed_steps)
     print(f"limit {limit}: {rate}")
     assert rate.tokens >= (400 if limit == 100 else 200)
     assert rate.per_second == pytest.approx(limit, rel=0.005)
 
 
 @LIMITED
-def test_delivered_rate_is_the_limit(run: Run, user: str, limit: int) -> None:
+def test_delivered_rate_is_the_limit(run: Run, user: str, limit: int, needed_steps: int) -> None:
     """The same holds for what reaches the client."""
     emitted_ns = run.excerpt.emission_ns_by_user()[user]
-    rate = delivered_rate_of(run.arrivals[user], emitted_ns, run.excerpt.steps_ns, limit)
+    rate = delivered_rate_of(
+        run.arrivals[user], emitted_ns, run.excerpt.steps_ns, limit, needed_steps
+    )
     print(f"limit {limit}: {rate}")
     assert rate.tokens >= (400 if limit == 100 else 200)
     assert rate.per_second == pytest.approx(limit, rel=0.005)
@@ -96,6 +101,18 @@ def test_a_stall_of_the_machine_changes_no_rate() -> None:
     rate = rate_of(instants_ns, instants_ns, 20)
     assert rate.per_second == pytest.approx(20, rel=1e-6)
     assert rate.tokens == 197 - 1
+
+
+def test_steps_too_slow_for_the_streams_change_no_rate() -> None:
+    """While two streams have a step in every 30 ms they cannot have a hundred tokens a second."""
+    slow_ns = [index * 30_000_000 for index in range(100)]
+    fast_ns = [slow_ns[-1] + 20_000_000 * index for index in range(1, 200)]
+    steps_ns = [*slow_ns, *fast_ns]
+    emitted_ns = [instant for instant in steps_ns for _ in range(2)]
+    rate = rate_of(emitted_ns, steps_ns, 100, needed_steps=5)
+    assert rate.per_second == pytest.approx(100, rel=5e-3)
+    assert rate.tokens == 2 * (199 - 3) - 11  # the first three still have a slow step in their span
+    assert rate_of(emitted_ns, steps_ns, 100).per_second < 90
 
 
 def test_tokens_held_up_on_their_way_change_no_rate() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, linear_regression
 
 BURST_NS = 100_000_000
@@ -25,7 +24,9 @@ class Rate:
         return f"{self.per_second:.3f} tokens/s over {self.tokens} tokens"
 
 
-def rate_of(emitted_ns: Sequence[int], steps_ns: Sequence[int], limit: float) -> Rate:
+def rate_of(
+    emitted_ns: Sequence[int], steps_ns: Sequence[int], limit: float, needed_steps: int = 1
+) -> Rate:
     """Return the rate at which a user's tokens left the engine, from number burst x limit + 2 on.
 
     Quota that is earned beyond the burst while a step runs expires. A machine that stands still
@@ -36,12 +37,18 @@ def rate_of(emitted_ns: Sequence[int], steps_ns: Sequence[int], limit: float) ->
         emitted_ns: When each of the user's tokens left the engine, in order.
         steps_ns: When the engine put its steps together, by the same clock.
         limit: Tokens per second.
+        needed_steps: How many steps the engine has to make in the time of the burst for the user's
+            streams to use its quota up.
     """
-    return delivered_rate_of(emitted_ns, emitted_ns, steps_ns, limit)
+    return delivered_rate_of(emitted_ns, emitted_ns, steps_ns, limit, needed_steps)
 
 
 def delivered_rate_of(
-    arrivals_ns: Sequence[int], emitted_ns: Sequence[int], steps_ns: Sequence[int], limit: float
+    arrivals_ns: Sequence[int],
+    emitted_ns: Sequence[int],
+    steps_ns: Sequence[int],
+    limit: float,
+    needed_steps: int = 1,
 ) -> Rate:
     """Return the rate at which a user's tokens reached the client, as `rate_of` counts.
 
@@ -53,10 +60,11 @@ def delivered_rate_of(
         emitted_ns: When each of them left the engine, in order.
         steps_ns: When the engine put its steps together.
         limit: Tokens per second.
+        needed_steps: As for `rate_of`.
     """
     stretches = [
         stretch[int(BURST_NS * limit / 1e9) + 1 :]
-        for stretch in _without_stalls(arrivals_ns, emitted_ns, steps_ns)
+        for stretch in _without_stalls(arrivals_ns, emitted_ns, steps_ns, needed_steps)
     ]
     # Each stretch about its own centre: what it shares with the others is the slope.
     seconds, counts = [], []
@@ -68,10 +76,14 @@ def delivered_rate_of(
 
 
 def _without_stalls(
-    arrivals_ns: Sequence[int], emitted_ns: Sequence[int], steps_ns: Sequence[int]
+    arrivals_ns: Sequence[int],
+    emitted_ns: Sequence[int],
+    steps_ns: Sequence[int],
+    needed_steps: int,
 ) -> Iterator[list[int]]:
     """Yield the arrivals of each time in which the machine did not stand still."""
-    resumed_ns = iter(after for before, after in pairwise(steps_ns) if after - before > BURST_NS)
+    spans = zip(steps_ns, steps_ns[needed_steps:], strict=False)
+    resumed_ns = iter(end for begin, end in spans if end - begin > BURST_NS)
     next_ns = next(resumed_ns, None)
     stretch: list[int] = []
     for arrived_ns, left_ns in zip(arrivals_ns, emitted_ns, strict=True):
