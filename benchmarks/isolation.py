@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -29,6 +30,8 @@ RUNS = 3
 TURNS = 2
 """How often many streams are measured in a run, each time between two measurements of one."""
 QUIET_REQUESTS = 150
+COMPARED_REQUESTS = 300
+"""In a phase beside streams: of fewer, the percentile that is compared would be two or three."""
 QUIET_TOKENS = 12
 NEIGHBOUR_TOKENS = 4000
 NEIGHBOUR_RATE = 40
@@ -196,16 +199,17 @@ def beside_streams() -> list[dict]:
     stream are compared with each other, too.
     """
     rows = []
+    compared = partial(phase, requests=COMPARED_REQUESTS)
     with engine(LIMITS) as server:
         asyncio.run(phase(server, 0))  # warm
         for run in range(RUNS):
-            rows.append({"run": run, **asyncio.run(phase(server, 0)).row})
+            rows.append({"run": run, **asyncio.run(compared(server, 0)).row})
             for streams in STREAMS:
-                ones, manys = [asyncio.run(phase(server, 1))], []
+                ones, manys = [asyncio.run(compared(server, 1))], []
                 for turn in range(TURNS):
                     to_the_end = run == turn == 0
-                    manys.append(asyncio.run(phase(server, streams, to_the_end=to_the_end)))
-                    ones.append(asyncio.run(phase(server, 1)))
+                    manys.append(asyncio.run(compared(server, streams, to_the_end=to_the_end)))
+                    ones.append(asyncio.run(compared(server, 1)))
                 one, many = pooled(ones), pooled(manys)
                 again = ratios(ones[-1].row, ones[0].row)
                 rows.append({"run": run, **one, **again})

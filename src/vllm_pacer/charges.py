@@ -11,7 +11,7 @@ The rules:
 Hence, per user and after every step: charged = emitted + in flight + aborted in flight.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from vllm_pacer.limiter import Account, OutputRateLimiter
 
@@ -34,23 +34,20 @@ class Charges:
             if account.limited:
                 self.by_account[account] = self.by_account.get(account, 0) + tokens
 
+    def without(self, request_ids: Set[str]) -> "Charges":
+        """Return the charges of the other requests."""
+        if request_ids.isdisjoint(self.by_request):
+            return self
+        return Charges({k: v for k, v in self.by_request.items() if k not in request_ids})
+
 
 NO_CHARGES = Charges({})
 
 
-class Step:
-    """One engine step, and what it can still be refunded once it is in flight."""
-
-    __slots__ = ("charges", "number", "tokens")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.charges: Mapping[str, tuple[Account, int]] = NO_CHARGES.by_request
-        self.tokens = 0  # the sum of `charges`
-
-
 class Ledger:
-    """The steps that are being put together or are in flight.
+    """The steps in flight, and what they can still be refunded.
+
+    A step in flight is known by whatever object stands for it outside, which is kept until then.
 
     Args:
         limiter: Takes and gives back the tokens.
@@ -60,53 +57,62 @@ class Ledger:
     def __init__(self, limiter: OutputRateLimiter, on_refund: Callable[[Account], None]) -> None:
         self._limiter = limiter
         self._on_refund = on_refund
-        self._in_flight: dict[int, Step] = {}
+        self._in_flight: dict[int, tuple[object, int, Charges]] = {}
+        self.in_flight = self._in_flight.keys()
+        """The identities of the steps in flight, as they are at any time."""
         self.charged_tokens = 0
         self.refunded_tokens = 0
 
-    def begin(self, now_ns: int) -> Step:
-        """Start a step at `now_ns`."""
-        return Step(self._limiter.begin_step(now_ns))
+    def dispatch(self, step: int, charges: Charges, flight: object) -> None:
+        """Put a step in flight, whose charges have been taken from the limiter.
 
-    def dispatch(self, step: Step, charges: Charges) -> None:
-        """Put a step in flight, whose charges have been taken; without any it is over at once."""
-        tokens = charges.tokens
-        if not tokens:
-            self._limiter.end_step(step.number)
-            return
-        step.charges, step.tokens = charges.by_request, tokens
-        self.charged_tokens += tokens
-        self._in_flight[step.number] = step
+        Args:
+            step: The limiter's number of the step.
+            charges: What it was charged.
+            flight: What the step is known by from now on.
+        """
+        self._in_flight[id(flight)] = flight, step, charges
+        self.charged_tokens += charges.tokens
 
     def keep(self, request_ids: Iterable[str]) -> None:
         """Make the charges of aborted requests final."""
         kept = {*request_ids}
-        for step in self._in_flight.values():
-            if not kept.isdisjoint(step.charges):
-                step.charges = {
-                    request_id: charge
-                    for request_id, charge in step.charges.items()
-                    if request_id not in kept
-                }
-                step.tokens = sum(tokens for _, tokens in step.charges.values())
+        for key, (flight, step, charges) in self._in_flight.items():
+            self._in_flight[key] = flight, step, charges.without(kept)
 
-    def settle(self, step: Step, emitted: Mapping[str, int], now_ns: int) -> None:
+    def close(self, flight: object, emitted_tokens: int) -> bool:
+        """Forget a step if it emitted all that it was charged.
+
+        No request emits more than it was charged, so equal sums mean equal parts.
+
+        Returns:
+            Whether it did; also true of what is not in flight. Otherwise it is to be settled.
+        """
+        key = id(flight)
+        if key in self._in_flight:
+            _, step, charges = self._in_flight[key]
+            if emitted_tokens != charges.tokens:
+                return False
+            del self._in_flight[key]
+            self._limiter.end_step(step)
+        return True
+
+    def settle(self, flight: object, emitted: Mapping[str, int], now_ns: int) -> None:
         """Refund what a step was charged and did not emit, and forget the step.
 
         Args:
-            step: A step in flight.
+            flight: What a step in flight is known by.
             emitted: The number of tokens emitted for each request; none for those missing.
             now_ns: The time now.
+
+        Raises:
+            KeyError: The step is not in flight.
         """
-        for request_id, (account, tokens) in step.charges.items():
+        _, step, charges = self._in_flight.pop(id(flight))
+        for request_id, (account, tokens) in charges.by_request.items():
             unused = tokens - emitted.get(request_id, 0)
             if unused > 0:
-                self._limiter.give_back(account, step.number, now_ns, unused)
+                self._limiter.give_back(account, step, now_ns, unused)
                 self.refunded_tokens += unused
                 self._on_refund(account)
-        self.close(step)
-
-    def close(self, step: Step) -> None:
-        """Forget a step in flight that emitted all that it was charged."""
-        if self._in_flight.pop(step.number, None) is not None:
-            self._limiter.end_step(step.number)
+        self._limiter.end_step(step)

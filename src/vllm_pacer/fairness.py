@@ -70,7 +70,8 @@ class FairShare:
         self._weights = weights
         self._members: dict[str, Member] = {}
         self._weight: float | None = None  # of all members, if added up
-        self._keepers: deque[tuple[int, Member]] = deque()  # (until_ns, member), oldest first
+        self.keepers: deque[tuple[int, Member]] = deque()
+        """Until when room is kept for whom, oldest first."""
         self._kept_slots = 0
         self._kept_blocks = 0
 
@@ -119,13 +120,13 @@ class FairShare:
             and self.is_entitled(member, blocks, slots=len(member.kept) + 1)
         ):
             member.kept.append((now_ns + KEEP_NS, blocks))
-            self._keepers.append((now_ns + KEEP_NS, member))
+            self.keepers.append((now_ns + KEEP_NS, member))
             self._kept_slots += 1
             self._kept_blocks += blocks
 
     def expire(self, now_ns: int) -> None:
         """Give up the room that was kept long enough."""
-        keepers = self._keepers
+        keepers = self.keepers
         while keepers:
             until_ns, member = keepers[0]
             is_used = not member.kept or member.kept[0][0] > until_ns
@@ -138,7 +139,7 @@ class FairShare:
 
     def next_expiry_ns(self) -> int | None:
         """Return when kept room may be given up next, or `None` if none is kept."""
-        return self._keepers[0][0] if self._keepers else None
+        return self.keepers[0][0] if self.keepers else None
 
     def share(self, member: Member, slots: int = 0, blocks: int = 0) -> float:
         """Return the user's share, as if it held so many slots and blocks more."""

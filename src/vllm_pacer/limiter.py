@@ -40,20 +40,21 @@ _CHECKS_PER_NEW_USER = 2
 class Account:
     """One user's state. Made and changed by `OutputRateLimiter` alone; others hold references."""
 
-    __slots__ = ("_burst", "_increment", "_scale", "earlier", "horizon", "lowest", "requests",
-                 "step", "tat", "user")  # fmt: skip
+    __slots__ = ("_burst", "_burst_tokens", "_increment", "_scale", "earlier", "lowest",
+                 "requests", "step", "tat", "user")  # fmt: skip
 
     def __init__(self, user: str, quota: Quota | None) -> None:
         self.user = user
         self.requests = 0  # live requests that refer to this account
         self.tat = 0
-        self.horizon = 0  # now + burst in the step below
         self.step = -1  # the last step in which the user asked for a token
         self.lowest = _NOT_OBSERVED  # the lowest level seen since that step's charges
         self.earlier: tuple[tuple[int, int], ...] = ()  # the same for earlier steps, oldest first
         self._scale = quota.tokens_per_second.numerator if quota else 1
         self._increment = quota.tokens_per_second.denominator * NS_PER_SECOND if quota else 0
         self._burst = quota.burst_ns * self._scale if quota else 0
+        # What can be taken at once when nothing was for long.
+        self._burst_tokens = self._burst // self._increment + 1 if quota else _NO_LIMIT
 
     @property
     def limited(self) -> bool:
@@ -81,6 +82,8 @@ class OutputRateLimiter:
     def __init__(self, quota_of: Callable[[str], Quota | None]) -> None:
         self._quota_of = quota_of
         self._accounts: dict[str, Account] = {}
+        self.users = self._accounts.keys()
+        """The users remembered, as they are at any time."""
         self._cleanup_queue: deque[Account] = deque()
         self._open_steps: dict[int, None] = {}
         self._step = 0
@@ -129,7 +132,7 @@ class OutputRateLimiter:
         if account.step != self._step:
             self._enter_step(account)
         tat = account.tat + tokens * account._increment
-        if tat - account._increment > account.horizon:
+        if tat - account._increment > self._horizon(account):
             return False
         account.tat = tat
         return True
@@ -145,18 +148,29 @@ class OutputRateLimiter:
         Raises:
             ValueError: An account has fewer tokens. Those before it have been taken.
         """
-        step = self._step
+        step, now_ns, least_burst_ns = self._step, self._now_ns, self.least_burst_ns
         nearly_spent = []
         for account, tokens in tokens_of.items():
-            if account.step != step:
-                self._enter_step(account)
-            increment = account._increment
-            account.tat = tat = account.tat + tokens * increment
-            if tat + (account.requests * per_request_tokens - 1) * increment > account.horizon:
+            more = account.requests * per_request_tokens
+            now = now_ns * account._scale
+            if account.tat > now or account.step == step or account.earlier or least_burst_ns:
+                left = self._take_granted(account, tokens)
+            else:  # what that comes to where all charges have drained, as most have
+                account.tat = now + tokens * account._increment
+                account.step = step
+                account.lowest = _NOT_OBSERVED
+                left = account._burst_tokens - tokens
+            if left < more:
                 nearly_spent.append(account)
-                if tat - increment > account.horizon:
+                if left < 0:
                     raise ValueError(f"{account.user!r} does not have the {tokens} tokens taken.")
         return nearly_spent
+
+    def _take_granted(self, account: Account, tokens: int) -> int:
+        """Take tokens and return how many are left; below 0 if it had fewer."""
+        left = self.available(account) - tokens
+        account.tat += tokens * account._increment
+        return left
 
     def refund(self, user: str, step: int, now_ns: int, tokens: int = 1) -> None:
         """Give back `tokens` that were taken in `step`, as far as that creates no new credit.
@@ -188,17 +202,16 @@ class OutputRateLimiter:
         """Return whether `take` would succeed in the current step."""
         if account.step != self._step:
             self._enter_step(account)
-        return account.tat + (tokens - 1) * account._increment <= account.horizon
+        return account.tat + (tokens - 1) * account._increment <= self._horizon(account)
 
     def available(self, account: Account) -> int:
         """Return how many tokens the account can still take in the current step."""
         if account.step != self._step:
             self._enter_step(account)
-        if account.tat > account.horizon:
+        ahead = self._horizon(account) - account.tat
+        if ahead < 0:
             return 0
-        if not account.limited:
-            return _NO_LIMIT
-        return (account.horizon - account.tat) // account._increment + 1
+        return ahead // account._increment + 1 if account.limited else _NO_LIMIT
 
     def ready_at_ns(self, user: str, tokens: int = 1) -> int:
         """Return the first instant, in whole nanoseconds, at which `try_take` succeeds."""
@@ -253,9 +266,10 @@ class OutputRateLimiter:
             account.earlier = ()
         account.lowest = _NOT_OBSERVED
         account.step = self._step
-        account.horizon = now + account._burst
-        if self.least_burst_ns:
-            account.horizon = now + self._burst_of(account)
+
+    def _horizon(self, account: Account) -> int:
+        """Return now + burst, in the account's time."""
+        return self._now_ns * account._scale + self._burst_of(account)
 
     def _burst_of(self, account: Account) -> int:
         return max(account._burst, self.least_burst_ns * account._scale)

@@ -88,6 +88,8 @@ class Lines(Generic[R]):
         self._share_of = share_of
         self._lines: dict[User[R], Line[R]] = {}
         self._line_of: dict[R, Line[R]] = {}
+        self.requests = self._line_of.keys()
+        """The requests that wait, as they are at any time and in no order."""
         self._parked: WakeUps[User[R]] = WakeUps()
         self._in_order: list[Turn[R]] = []  # without a share; may hold turns that do not count
         self._count = 0
@@ -127,8 +129,10 @@ class Lines(Generic[R]):
                 del self._lines[line.user]
                 self._with_share.pop(line.user, None)
                 self._parked.drop(line.user)
-                if not self._lines:
+                if not self._lines:  # no turn counts any more
                     self._in_order.clear()
+                    self._had_turn.clear()
+                    self._turns = None
             elif line.turn is not None:
                 self._enqueue(line)
         return line

@@ -12,7 +12,7 @@ The rules:
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from vllm_pacer.fairness import Member
@@ -53,21 +53,11 @@ class Pauses(Generic[R]):
     def __init__(self, limiter: OutputRateLimiter) -> None:
         self._limiter = limiter
         self._place: dict[R, tuple[User[R], int]] = {}
+        self.requests = self._place.keys()
+        """The paused requests as they are at any time, in the order in which they were paused."""
         self._wake_ups: WakeUps[User[R]] = WakeUps()
         self._users: dict[User[R], None] = {}
         self.changes = 0  # how often a request was paused, resumed or dropped
-
-    def __len__(self) -> int:
-        """Return the number of paused requests."""
-        return len(self._place)
-
-    def __contains__(self, request: R) -> bool:
-        """Return whether the request is paused."""
-        return request in self._place
-
-    def __iter__(self) -> Iterator[R]:
-        """Iterate over the paused requests, in the order in which they were paused."""
-        return iter(self._place)
 
     def pause(self, request: R, user: User[R], priority: int, wake_ns: int) -> None:
         """Pause a request, behind the others of its user and class, until `wake_ns` at most."""

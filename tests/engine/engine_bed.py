@@ -676,7 +676,7 @@ class Bed:
 
     def is_paused(self, request_id: str) -> bool:
         """Return whether a request is paused."""
-        return self.requests[request_id] in self.scheduler._pauses
+        return self.requests[request_id] in self.scheduler._pauses.requests
 
     def residents(self) -> list[str]:
         """Return the resident requests in the scheduler's order."""
@@ -765,11 +765,11 @@ class Bed:
         take_granted, give_back = limiter.take_granted, limiter.give_back
         dispatch = ledger.dispatch
 
-        def counted_dispatch(step: Any, charges: Any) -> None:
+        def counted_dispatch(step: int, charges: Any, flight: object) -> None:
             for account, tokens in charges.by_request.values():
                 if not account.limited:  # the limiter is not asked
                     books.taken[account.user] += tokens
-            dispatch(step, charges)
+            dispatch(step, charges, flight)
 
         def counted_take(tokens_of: Any, *args: Any) -> Any:
             for account, tokens in tokens_of.items():
@@ -864,7 +864,7 @@ class Bed:
             return
         assert self.laws is not None
         self.laws.check()
-        pauses = scheduler._pauses
+        pauses = scheduler._pauses.requests
         visible = len(running) - len(pauses)
         assert all(each in pauses for each in running[visible:]), "paused ones come last"
         in_flight, books = self.in_flight, self.books
@@ -907,7 +907,6 @@ class Bed:
         assert scheduler._pauses.next_wake_ns() is None
         assert _held_by(scheduler._pauses) == {}
         assert _held_by(scheduler._ledger) == {}
-        assert not scheduler._dispatched
         assert not scheduler._limiter._open_steps
         assert not scheduler._spent
         assert not scheduler._refused

@@ -57,7 +57,8 @@ class SharingLaws:
 
     def _check_holdings(self) -> None:
         scheduler = self._scheduler
-        holdings, pauses, fair = scheduler._holdings, scheduler._pauses, scheduler._fair
+        holdings, fair = scheduler._holdings, scheduler._fair
+        pauses = scheduler._pauses.requests
         booked = holdings._blocks_of
         holders = {*scheduler.running, *scheduler.kv_holding_waiting}
         assert booked.keys() == holders, "residents and holdings differ"
@@ -107,7 +108,7 @@ class SharingLaws:
 
         def watched_evict(victim: Request) -> None:
             name = victim.request_id
-            assert victim in scheduler._pauses, f"{name} gives way and is not paused"
+            assert victim in scheduler._pauses.requests, f"{name} gives way and is not paused"
             assert len(self._bed.answers[name]) > answered.get(name, -1), (
                 f"{name} gives way twice without a token in between"
             )

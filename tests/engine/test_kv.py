@@ -57,7 +57,7 @@ def test_waiting_request_with_quota_makes_a_paused_one_give_way(is_async: bool) 
     bed = small_bed({"a": 1}, blocks=16, is_async=is_async)
     paused = [bed.add("a", prompt=16, tokens=3) for _ in range(4)]
     bed.run(until_ms=300)
-    assert len(bed.scheduler._pauses) >= 3
+    assert len(bed.scheduler._pauses.requests) >= 3
     bed.run(until_ms=500)
     newcomer = bed.add("b", prompt=12, tokens=5)
     bed.step()

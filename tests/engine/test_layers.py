@@ -96,7 +96,7 @@ def test_nobody_gives_way_to_a_prompt_that_waits_for_another(is_async: bool) -> 
     for _ in range(10):
         bed.add("a", prompt=20, tokens=50)
     bed.run(until_ms=60_000)
-    assert len(bed.scheduler._pauses) > 2
+    assert len(bed.scheduler._pauses.requests) > 2
     for _ in range(2):
         bed.add("b", prompt=[7] * 70, tokens=3)
     bed.run(until_ms=61_000)

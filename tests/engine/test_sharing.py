@@ -494,7 +494,7 @@ def test_who_left_the_list_in_place_and_came_back_is_there() -> None:
     session = bed.add("talk", prompt=4, tokens=50)
     bed.run(until_ms=400)
     scheduler, request = bed.scheduler, bed.requests[session]
-    assert len(scheduler._pauses) == 2
+    assert len(scheduler._pauses.requests) == 2
     scheduler.running.remove(request)
     update = scheduler._update_after_schedule
 

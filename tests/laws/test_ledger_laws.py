@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from oracle import excess_tokens, level_ns
 
-from vllm_pacer.charges import Charges, Ledger, Step
+from vllm_pacer.charges import Charges, Ledger
 from vllm_pacer.limiter import Account, OutputRateLimiter
 from vllm_pacer.quota import Quota
 
@@ -39,7 +39,6 @@ class Charge:
 class InFlight:
     """A step in flight and its charges by request."""
 
-    step: Step
     charges: dict[str, Charge] = field(default_factory=dict)
 
 
@@ -84,9 +83,9 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def dispatch(self, asks: dict[str, int]) -> None:
         """A step charges the requests whose users have the quota."""
-        step = self.ledger.begin(self.now_ns)
+        step = self.limiter.begin_step(self.now_ns)
         self.limiter.cleanup_idle_users()
-        flight = InFlight(step)
+        flight = InFlight()
         charges: dict[str, tuple[Account, int]] = {}
         for request, tokens in asks.items():
             account = self.limiter.account(request[0])
@@ -94,10 +93,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 charges[request] = account, tokens
                 flight.charges[request] = Charge(request, self.now_ns, tokens)
                 self.charged_tokens += tokens
-        self.ledger.dispatch(step, Charges(charges))
+        self.ledger.dispatch(step, Charges(charges), flight)
         self.survivors += flight.charges.values()
-        if flight.charges:
-            self.in_flight.append(flight)
+        self.in_flight.append(flight)
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
@@ -108,11 +106,11 @@ class LedgerMachine(RuleBasedStateMachine):
             request: data.draw(st.integers(0, charge.tokens))
             for request, charge in flight.charges.items()
         }
-        assert flight.step.tokens == sum(charge.tokens for charge in flight.charges.values())
-        if sum(emitted.values()) == flight.step.tokens:
-            self.ledger.close(flight.step)
-        else:
-            self.ledger.settle(flight.step, emitted, self.now_ns)
+        charged_tokens = sum(charge.tokens for charge in flight.charges.values())
+        is_whole = sum(emitted.values()) == charged_tokens
+        assert self.ledger.close(flight, sum(emitted.values())) == is_whole
+        if not is_whole:
+            self.ledger.settle(flight, emitted, self.now_ns)
         for request, charge in flight.charges.items():
             self._refund(charge, charge.tokens - emitted[request])
             self.emitted[charge.user] += emitted[request]
@@ -138,8 +136,8 @@ class LedgerMachine(RuleBasedStateMachine):
             held[charge.user] += charge.tokens
         in_flight: Counter[str] = Counter()
         for flight in self.in_flight:
-            for account, tokens in flight.step.charges.values():
-                in_flight[account.user] += tokens
+            for charge in flight.charges.values():
+                in_flight[charge.user] += charge.tokens
         assert held == self.emitted + in_flight + self.aborted
         assert self.ledger.charged_tokens == self.charged_tokens
         assert self.ledger.refunded_tokens == self.refunded_tokens
@@ -161,7 +159,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When all results are in and all has drained, nothing is remembered."""
         for flight in self.in_flight:
-            self.ledger.settle(flight.step, {}, self.now_ns)
+            self.ledger.settle(flight, {}, self.now_ns)
+        assert not self.ledger.in_flight
         self.limiter.begin_step(self.now_ns + 10**12)
         for _ in range(2):
             self.limiter.cleanup_idle_users(checks=100)

@@ -198,11 +198,11 @@ class PausesMachine(RuleBasedStateMachine):
     def nobody_is_lost_or_doubled(self) -> None:
         """The paused requests are those that were paused and neither resumed nor dropped."""
         paused = [request for model in self.models.values() for request in model.paused]
-        assert len(self.pauses) == len(paused)
-        assert sorted(self.pauses) == sorted(paused)  # type: ignore[type-var]
-        assert all(request in self.pauses for request in paused)
+        assert len(self.pauses.requests) == len(paused)
+        assert sorted(self.pauses.requests) == sorted(paused)  # type: ignore[type-var]
+        assert all(request in self.pauses.requests for request in paused)
         for model in self.models.values():
-            assert not any(request in self.pauses for request in model.visible)
+            assert not any(request in self.pauses.requests for request in model.visible)
 
 
 TestPauses = PausesMachine.TestCase

@@ -1,14 +1,22 @@
 """What is charged, refunded and kept, example by example."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
-from vllm_pacer.charges import Charges, Ledger, Step
+from vllm_pacer.charges import Charges, Ledger
 from vllm_pacer.limiter import Account, OutputRateLimiter
 from vllm_pacer.quota import Quota
 
 MS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step in flight is known by."""
+
+    number: int
 
 
 class Engine:
@@ -25,12 +33,12 @@ class Engine:
 
     def dispatch(self, now_ns: int, tokens_of: dict[str, int]) -> Step:
         """Dispatch a step that charges requests, whose user is the first letter of their name."""
-        step = self.ledger.begin(now_ns)
+        step = Step(self.limiter.begin_step(now_ns))
         by_request: dict[str, tuple[Account, int]] = {}
         for name, tokens in tokens_of.items():
             by_request[name] = self.limiter.account(name[0]), tokens
             assert self.limiter.take(*by_request[name])
-        self.ledger.dispatch(step, Charges(by_request))
+        self.ledger.dispatch(step.number, Charges(by_request), step)
         return step
 
     def level_ns(self, user: str, now_ns: int) -> int:
@@ -51,20 +59,35 @@ def engine() -> Engine:
 
 def test_dispatch_counts_what_was_charged(engine: Engine) -> None:
     """A step in flight has charged the sum of its requests' tokens, and refunded nothing."""
-    step = engine.dispatch(0, {"a1": 1, "b1": 4})
-    assert step.tokens == 5
+    engine.dispatch(0, {"a1": 1, "b1": 4})
+    assert len(engine.ledger.in_flight) == 1
     assert engine.counters() == (5, 0)
     assert not engine.refunds
 
 
-def test_a_step_without_charges_is_over(engine: Engine) -> None:
-    """A step without charges is in nobody's way: its number is closed at the dispatch."""
+def test_a_step_without_charges_is_over_with_its_result(engine: Engine) -> None:
+    """It emits nothing, so there is nothing to settle, and its number is closed."""
     step = engine.dispatch(0, {})
     assert engine.counters() == (0, 0)
+    assert engine.ledger.close(step, 0)
+    assert not engine.ledger.in_flight
     engine.limiter.account("a")
     engine.limiter.begin_step(10 * MS)
     assert engine.limiter.cleanup_idle_users() == 1
-    engine.ledger.close(step)
+
+
+def test_a_step_that_emitted_less_is_not_closed(engine: Engine) -> None:
+    """It stays in flight until it is settled."""
+    step = engine.dispatch(0, {"a1": 3})
+    assert not engine.ledger.close(step, 2)
+    assert len(engine.ledger.in_flight) == 1
+    engine.ledger.settle(step, {"a1": 2}, 0)
+    assert not engine.ledger.in_flight
+
+
+def test_what_is_not_in_flight_has_nothing_to_settle(engine: Engine) -> None:
+    """The result of a step without requests is nobody's."""
+    assert engine.ledger.close(object(), 0)
 
 
 def test_settle_refunds_what_was_not_emitted(engine: Engine) -> None:
@@ -97,8 +120,8 @@ def test_an_abort_keeps_the_charges_in_flight(engine: Engine) -> None:
     """Of an aborted request nothing is refunded, in any step that is in flight."""
     steps = [engine.dispatch(number, {"a1": 1, "a2": 1}) for number in range(3)]
     engine.ledger.keep(["a1", "unknown"])
-    assert [step.tokens for step in steps] == [1, 1, 1]
     for step in steps:
+        assert not engine.ledger.close(step, 0)
         engine.ledger.settle(step, {}, 3)
     assert engine.counters() == (6, 3)
     assert engine.level_ns("a", 3) == 3 * MS - 3
@@ -126,7 +149,7 @@ def test_an_abort_does_not_reach_later_steps(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        lambda engine, step: engine.ledger.close(step),
+        lambda engine, step: engine.ledger.close(step, 1),
         lambda engine, step: engine.ledger.settle(step, {"a1": 1}, 5),
     ],
     ids=["close", "settle"],
@@ -154,10 +177,10 @@ def test_steps_end_in_any_order(engine: Engine) -> None:
 
 
 def test_a_step_is_settled_once(engine: Engine) -> None:
-    """A second settlement is an error and gives nothing back."""
+    """A second settlement is an error."""
     step = engine.dispatch(0, {"a1": 1})
     engine.ledger.settle(step, {}, 0)
-    with pytest.raises(ValueError, match="has ended"):
+    with pytest.raises(KeyError):
         engine.ledger.settle(step, {}, 0)
     assert engine.counters() == (1, 1)
 
@@ -167,10 +190,11 @@ def test_steps_that_share_their_charges_are_settled_each_for_itself(engine: Engi
     charges = Charges(
         {"a1": (engine.limiter.account("a"), 1), "b1": (engine.limiter.account("b"), 1)}
     )
-    first = engine.ledger.begin(0)
-    engine.ledger.dispatch(first, charges)
+    first, second = "first", "second"
+    engine.ledger.dispatch(engine.limiter.begin_step(0), charges, first)
     engine.ledger.keep(["a1"])
-    second = engine.ledger.begin(1)
-    engine.ledger.dispatch(second, charges)
-    assert ([*first.charges], [*second.charges]) == (["b1"], ["a1", "b1"])
-    assert (first.tokens, second.tokens, charges.tokens) == (1, 2, 2)
+    engine.ledger.dispatch(engine.limiter.begin_step(1), charges, second)
+    assert [*charges.by_request] == ["a1", "b1"]
+    assert not engine.ledger.close(first, 2)
+    assert engine.ledger.close(first, 1)
+    assert engine.ledger.close(second, 2)

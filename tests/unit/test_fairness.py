@@ -134,7 +134,7 @@ def test_kept_room_expires_though_the_same_user_keeps_coming() -> None:
         fair.use_kept(busy)
         fair.keep(busy, 1, now_ns)
     assert len(fair) == 1
-    assert len(fair._keepers) <= 21
+    assert len(fair.keepers) <= 21
 
 
 def test_little_is_kept() -> None:

@@ -100,7 +100,7 @@ def test_the_best_class_goes_first() -> None:
     engine.pause("a3", "a4", priority=-1)
     engine.at(START_NS + 300 * MS)
     assert engine.resume() == ["a3", "a4", "a1"]
-    assert list(engine.pauses) == ["a2"]
+    assert list(engine.pauses.requests) == ["a2"]
 
 
 def test_no_more_go_on_than_there_is_room_for() -> None:
@@ -170,10 +170,10 @@ def test_a_dropped_request_leaves_the_others_in_order() -> None:
         engine.pauses.drop(dropped)
         engine.pauses.drop("nobody")
         left = [each for each in ("a1", "a2", "a3") if each != dropped]
-        assert list(engine.pauses) == left
-        assert len(engine.pauses) == 2
-        assert dropped not in engine.pauses
-        assert left[0] in engine.pauses
+        assert list(engine.pauses.requests) == left
+        assert len(engine.pauses.requests) == 2
+        assert dropped not in engine.pauses.requests
+        assert left[0] in engine.pauses.requests
         engine.at(START_NS + 300 * MS)
         assert engine.resume() == left
 
@@ -185,7 +185,7 @@ def test_dropping_the_last_request_ends_the_wait() -> None:
     engine.pause("a1")
     engine.pauses.drop("a1")
     assert engine.pauses.next_wake_ns() is None
-    assert not engine.pauses
+    assert not engine.pauses.requests
     engine.pauses.wake_by(engine.user("a"), START_NS)
     assert engine.pauses.next_wake_ns() is None
     engine.pause("a2")
@@ -248,9 +248,9 @@ def test_iteration_gives_every_paused_request_once() -> None:
         engine.spend(name)
     engine.pause("a1", "b1", "a2")
     engine.pause("a0", priority=-1)
-    assert sorted(engine.pauses) == ["a0", "a1", "a2", "b1"]
-    assert [each for each in engine.pauses if each in ("a1", "a2")] == ["a1", "a2"]
-    assert len(engine.pauses) == 4
+    assert sorted(engine.pauses.requests) == ["a0", "a1", "a2", "b1"]
+    assert [each for each in engine.pauses.requests if each in ("a1", "a2")] == ["a1", "a2"]
+    assert len(engine.pauses.requests) == 4
 
 
 def test_unlimited_users_go_on_at_once() -> None:

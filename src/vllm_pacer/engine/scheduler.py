@@ -36,7 +36,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_pacer.charges import NO_CHARGES, Charges, Ledger, Step
+from vllm_pacer.charges import NO_CHARGES, Charges, Ledger
 from vllm_pacer.clock import NS_PER_SECOND, Clock
 from vllm_pacer.config import PacerConfig
 from vllm_pacer.engine.sharing import SharingScheduler, is_mid_prefill
@@ -76,7 +76,6 @@ class PacedScheduler(SharingScheduler):
         super().__init__(*args, pacing=pacing, clock=clock, **kwargs)
         self._snapshot = snapshot
         self._ledger = Ledger(self._limiter, self._on_refund)
-        self._dispatched: dict[int, tuple[SchedulerOutput, Step]] = {}
 
         # Of the current step, or the last one between two.
         self._refused: dict[Request, None] = {}
@@ -164,7 +163,7 @@ class PacedScheduler(SharingScheduler):
         return super()._handle_stopped_request(request)
 
     def _leave_pauses(self, request: Request) -> None:
-        if request in self._pauses:
+        if request in self._pauses.requests:
             self._pauses.drop(request)
             self._watch(self._owner(request))
 
@@ -183,24 +182,43 @@ class PacedScheduler(SharingScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Put together the next step from the requests whose users have quota."""
         self._now_ns = now_ns = self._clock.now_ns()
-        self._step = self._ledger.begin(now_ns)
-        if len(self._limiter) > len(self._users):
+        self._step = self._limiter.begin_step(now_ns)
+        if len(self._limiter.users) > len(self._users):
             self._limiter.cleanup_idle_users()
+        self._other_waits = self._was_held_back = False
+        self._skipped_until_ns = None
+        # Most steps have nothing to decide, and need not look any further.
+        is_calm = not (
+            self._watched
+            or self._pauses.requests
+            or self.waiting.requests
+            or self._spent
+            or self._prefills
+            or self._adapters
+            or self._shown
+            or self._fair.keepers
+            or len(self.running) > self._active_limit
+        )
+        if not is_calm:
+            self._decide(now_ns)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            if not is_calm or self._slots_held_in_queue:
+                self._show_paused()
+        if not is_calm and (self._left_to_waiting or self._adapters):
+            self._note_vain_newcomers()
+        self._book(output, now_ns)
+        return output
+
+    def _decide(self, now_ns: int) -> None:
         self._fair.expire(now_ns)
         for user in self.waiting.begin_step(now_ns):
             self._watch(user)
-        self._other_waits = False
-        self._skipped_until_ns = None
         self._hide_paused(now_ns)
         if self._watched:  # also those that go on in this step
             self._reserve_prefill_lookahead = self._reserve_within_quota
             self._is_guarding = True
-        try:
-            output = super().schedule(*args, **kwargs)
-        finally:
-            self._show_paused()
-        self._book(output, now_ns)
-        return output
 
     def _note_step_time(self, step_ns: int) -> None:
         """Let the burst cover the time of a step while steps are slow.
@@ -234,11 +252,8 @@ class PacedScheduler(SharingScheduler):
             )
 
     def _hide_paused(self, now_ns: int) -> None:
-        pauses = self._pauses
+        pauses = self._pauses.requests
         running = self.running
-        is_contended = pauses or len(self.waiting) or len(running) > self._active_limit
-        if not (is_contended or self._spent or self._prefills or self._adapters):
-            return  # most steps have nothing to decide
         self._claimed = None
         self._newcomers, self._next_time = [], set()
         if pauses:
@@ -262,7 +277,7 @@ class PacedScheduler(SharingScheduler):
 
     def _bound_admission(self) -> None:
         """Let vLLM admit no more than there are slots beside those it does not see."""
-        hidden = len(self._pauses) + len(self._held_back) + self._slots_held_in_queue
+        hidden = len(self._pauses.requests) + len(self._held_back) + self._slots_held_in_queue
         slots = self.max_num_running_reqs - hidden
         self.max_num_active_reqs = min(self._active_limit, slots)
 
@@ -282,11 +297,11 @@ class PacedScheduler(SharingScheduler):
             return
         self._is_hiding = False
         del self.kv_cache_manager.allocate_slots
-        visible, changes = self.running, self._pauses.changes
-        is_whole = len(self._shown) == len(visible) + len(self._pauses)  # vLLM may remove in place
+        visible, paused, changes = self.running, self._pauses.requests, self._pauses.changes
+        is_whole = len(self._shown) == len(visible) + len(paused)  # vLLM may remove in place
         is_same = changes == self._shown_changes and visible == self._shown_visible
         if self._held_back or not (is_whole and is_same):
-            self._shown = [*visible, *self._held_back, *self._pauses]
+            self._shown = [*visible, *self._held_back, *paused]
             self._shown_visible, self._shown_changes = visible, changes
             if self._held_back:
                 self._held_back.clear()
@@ -385,29 +400,25 @@ class PacedScheduler(SharingScheduler):
     # --- charges ----------------------------------------------------------------------------
 
     def _book(self, output: SchedulerOutput, now_ns: int) -> None:
-        step = self._step
-        if self._left_to_waiting or self._adapters:
-            self._note_vain_newcomers()
-        charges = NO_CHARGES
         if output.total_num_scheduled_tokens:
-            charges = self._charge(output)
-            self._dispatched[id(output)] = output, step
+            self._ledger.dispatch(self._step, self._charge(output), output)
             busy_since_ns, self._busy_since_ns = self._busy_since_ns, now_ns
             if busy_since_ns is not None and (
                 now_ns - busy_since_ns > self._slow_ns or self._slow_steps_ns
             ):
                 self._note_step_time(now_ns - busy_since_ns)
-        elif not self._dispatched:
-            self._busy_since_ns = None
-            if self._slow_steps_ns:
-                self._note_step_time(0)  # there was time to spare
+            self._quiet = False
+        else:
+            is_waiting = self._other_waits or self._was_held_back or self._refused
+            self._quiet = not (self._ledger.in_flight or is_waiting)
+            self._limiter.end_step(self._step)
+            if not self._ledger.in_flight:
+                self._busy_since_ns = None
+                if self._slow_steps_ns:
+                    self._note_step_time(0)  # there was time to spare
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs or resumed or self._prefills:
             self._note_admissions(output)
-        self._ledger.dispatch(step, charges)
-        self._quiet = not (
-            self._dispatched or self._other_waits or self._was_held_back or self._refused
-        )
         if self._snapshot is not None:
             self._write_snapshot(self._snapshot)
 
@@ -454,23 +465,18 @@ class PacedScheduler(SharingScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process a step's result and settle its charges."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        _, step = self._dispatched.pop(id(scheduler_output), (None, None))
-        if step is not None:
-            # No request emits more than it was charged, so equal sums mean equal parts.
-            emitted_tokens = 0
-            for client_outputs in outputs.values():
-                emitted_tokens += sum(map(len, map(_new_tokens, client_outputs.outputs)))
-            if emitted_tokens == step.tokens:
-                self._ledger.close(step)
-            else:
-                emitted = {
-                    each.request_id: len(each.new_token_ids)
-                    for client_outputs in outputs.values()
-                    for each in client_outputs.outputs
-                }
-                self._ledger.settle(step, emitted, self._clock.now_ns())
-                if self._snapshot is not None:
-                    self._write_snapshot(self._snapshot)
+        emitted_tokens = 0
+        for client_outputs in outputs.values():
+            emitted_tokens += sum(map(len, map(_new_tokens, client_outputs.outputs)))
+        if not self._ledger.close(scheduler_output, emitted_tokens):
+            emitted = {
+                each.request_id: len(each.new_token_ids)
+                for client_outputs in outputs.values()
+                for each in client_outputs.outputs
+            }
+            self._ledger.settle(scheduler_output, emitted, self._clock.now_ns())
+            if self._snapshot is not None:
+                self._write_snapshot(self._snapshot)
         return outputs
 
     def _on_refund(self, account: Account) -> None:
@@ -485,7 +491,7 @@ class PacedScheduler(SharingScheduler):
 
     def _write_snapshot(self, snapshot: SnapshotWriter) -> None:
         snapshot.write(
-            paused_requests=len(self._pauses),
+            paused_requests=len(self._pauses.requests),
             charged_tokens=self._ledger.charged_tokens,
             refunded_tokens=self._ledger.refunded_tokens,
         )
@@ -513,7 +519,7 @@ class PacedScheduler(SharingScheduler):
             self._pauses.next_wake_ns(),
             self.waiting.next_wake_ns(),
             self._skipped_until_ns,
-            self._fair.next_expiry_ns() if len(self.waiting) else None,
+            self._fair.next_expiry_ns() if self.waiting.requests else None,
         )
         return min((each for each in wake_ups if each is not None), default=None)
 

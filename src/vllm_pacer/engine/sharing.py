@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pacer.adapters import AdapterTurns
-from vllm_pacer.charges import Step
 from vllm_pacer.clock import NS_PER_SECOND, Clock, MonotonicClock
 from vllm_pacer.config import PacerConfig
 from vllm_pacer.engine.holdings import BlockGroup, Holdings
@@ -113,7 +112,7 @@ class SharingScheduler(Scheduler):
 
         # Of the current step, or the last one between two.
         self._now_ns = 0
-        self._step = Step(0)
+        self._step = 0
         self._watched: dict[User[Request], None] = {}
         self._promised: dict[User[Request], int] = {}
         self._promised_last: Request | None = None
@@ -218,13 +217,13 @@ class SharingScheduler(Scheduler):
         for request in running:
             self._holdings.update(self._owner(request), request)
         free = self._free_slots()
-        if free <= 0 and not self._pauses:
+        if free <= 0 and not self._pauses.requests:
             return []
         newcomers = []
         nobody_has_earned_a_turn = False  # that a displaced request could take
         heads = self.waiting.heads(self._active_limit) if is_open else []
         for user, request in [*((self._owner(each), each) for each in holders), *heads]:
-            if self._no_newcomer_before.get(user, 0) > self._step.number:
+            if self._no_newcomer_before.get(user, 0) > self._step:
                 continue
             if request.status == _COMPILING and not self._handle_blocked_waiting_request(request):
                 continue
@@ -276,7 +275,7 @@ class SharingScheduler(Scheduler):
             return True
         residents = len(self.running) + self.num_waiting_for_streaming_input
         if self._is_hiding:  # else `running` has them all
-            residents += len(self._pauses) + len(self._held_back)
+            residents += len(self._pauses.requests) + len(self._held_back)
         free_slots = self.max_num_running_reqs - residents
         if self._claimed is None:
             self._claimed = self._claims_of_waiting_users(free_slots)
@@ -375,7 +374,7 @@ class SharingScheduler(Scheduler):
         self._left_to_waiting = 0
         for user, request in self._newcomers:
             if request.status != RequestStatus.RUNNING and self._has_adapter_slot(request):
-                self._no_newcomer_before[user] = self._step.number + _STEPS_WITHOUT_KEEPING
+                self._no_newcomer_before[user] = self._step + _STEPS_WITHOUT_KEEPING
 
     def _note_admissions(self, output: SchedulerOutput) -> None:
         """Note which users have a prompt in progress, and whose requests have come in."""
@@ -478,7 +477,7 @@ class SharingScheduler(Scheduler):
         may_yield = [request for request in reversed(running) if not is_mid_prefill(request)]
         for request in may_yield[:surplus]:
             self._yield(request, now_ns)
-        running = [request for request in running if request not in self._pauses]
+        running = [request for request in running if request not in self._pauses.requests]
         # In front, or the prefills of others would leave them no room in the step.
         return self._go_on(now_ns, self._active_limit - len(running)) + running
 
@@ -515,7 +514,7 @@ class SharingScheduler(Scheduler):
         running = [
             request
             for request in running
-            if request not in self._pauses and request not in self._held_back
+            if request not in self._pauses.requests and request not in self._held_back
         ]
         room = self._active_limit - len(running)
         resumed: list[Request] = []
@@ -571,7 +570,7 @@ class SharingScheduler(Scheduler):
 
         Every other step at most, so it goes on.
         """
-        if not self._is_sharing() or self._step.number <= self._held_back_in + 1:
+        if not self._is_sharing() or self._step <= self._held_back_in + 1:
             return running
         at_quota = {
             request for user, request in self._prefills.items() if not self._has_plenty(user)
@@ -588,7 +587,7 @@ class SharingScheduler(Scheduler):
         if len(held_back) == len(running) and not self._newcomers:
             return running  # nothing else could be computed
         if held_back:
-            self._held_back_in = self._step.number
+            self._held_back_in = self._step
             self._held_back += held_back
         return [request for request in running if request not in at_quota]
 

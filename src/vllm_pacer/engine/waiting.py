@@ -53,7 +53,7 @@ class WaitingQueue(Lines[Request], RequestQueue):
 
     def __bool__(self) -> bool:
         """Return whether something may be admitted now."""
-        return self.has_turns() and self._find_offer() is not None
+        return bool(self.requests) and self.has_turns() and self._find_offer() is not None
 
     def __getitem__(self, index: int) -> Request:
         """Return a waiting request by its place, for vLLM's own tests."""

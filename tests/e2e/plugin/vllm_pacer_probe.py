@@ -139,7 +139,7 @@ class Recorder:
             at_ns=self._clock.first_ns,
             computed=computed,
             resident=len(self._scheduler.running),
-            paused=len(self._scheduler._pauses),
+            paused=len(self._scheduler._pauses.requests),
             in_flight=len(self._step_of),
             free_blocks=self._free_blocks(),
             taken=dict(self._taken),
@@ -180,7 +180,7 @@ class Recorder:
         self._write(
             aborted=[request.request_id for request in finished],
             resident=len(self._scheduler.running),
-            paused=len(self._scheduler._pauses),
+            paused=len(self._scheduler._pauses.requests),
             free_blocks=self._free_blocks(),
             at_ns=time.monotonic_ns(),
         )
@@ -191,7 +191,7 @@ class Recorder:
 
     def preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """A request loses its KV blocks."""
-        was_paused = request in self._scheduler._pauses
+        was_paused = request in self._scheduler._pauses.requests
         self._preempt_request(request, *args, **kwargs)
         self._write(preempted=request.request_id, was_paused=was_paused)
 
@@ -201,12 +201,12 @@ class Recorder:
             self._taken[account.user] += tokens
         return self._take_granted(tokens_of, *args)
 
-    def dispatch(self, step: Any, charges: Any) -> None:
+    def dispatch(self, step: int, charges: Any, flight: object) -> None:
         """The charges of users without a limit, for which the limiter is not asked."""
         for account, tokens in charges.by_request.values():
             if not account.limited:
                 self._taken[account.user] += tokens
-        self._dispatch(step, charges)
+        self._dispatch(step, charges, flight)
 
     def give_back(self, account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
         """A refund."""
