@@ -24,7 +24,7 @@ from served.record import Excerpt
 from served.server import API_SERVER, Server, wait_until_ready
 
 from paths import SMOLLM2
-from serving import VERSION, launched, throughput
+from serving import VERSION, launched
 
 RUNS = 3
 TURNS = 2
@@ -36,8 +36,6 @@ QUIET_TOKENS = 12
 NEIGHBOUR_TOKENS = 4000
 NEIGHBOUR_RATE = 40
 STREAMS = (64, 512, 2000)
-SHARE_SECONDS = 30
-WEIGHTS = {"one": 1, "two": 2, "four": 4}
 SMALLER = {"num_hidden_layers": 3, "vocab_size": 8192}
 """Of SmolLM2's thirty layers and 49,152 words. Two cores need 75 ms for a step of the whole, so a
 stream could not have forty tokens a second, whoever is beside it. What the weights say is all the
@@ -241,135 +239,6 @@ def ratios(row: dict[str, float], one: dict[str, float]) -> dict[str, float]:
     }
 
 
-def beside_long_prompts() -> list[dict]:
-    """Measure the quiet user beside prompts of four chunks each, and the steps with a chunk."""
-    rows = []
-    with engine(LIMITS, "--max-num-batched-tokens", "256") as server:
-        asyncio.run(phase(server, 0))
-        for run in range(RUNS):
-            measured = asyncio.run(phase(server, 64, 800))
-            chunk = chunk_steps_ms(measured.excerpt)
-            row = {"run": run, **measured.row, "chunk_p50_ms": median(chunk)}
-            row["chunk_p99_ms"] = percentile(chunk, 99)
-            rows.append(row)
-            print(row, flush=True)
-    return rows
-
-
-def chunk_steps_ms(excerpt: Excerpt) -> list[float]:
-    """Return how long the steps took in which part of a prompt was computed."""
-    ended_ns = {output["output_of"]: output["at_ns"] for output in excerpt.outputs}
-    return [
-        (ended_ns[step["step"]] - step["at_ns"]) / 1e6
-        for step in excerpt.steps
-        if step["computed"] > len(step["sampled"]) and step["step"] in ended_ns
-    ]
-
-
-def beside_full_cache() -> list[dict]:
-    """Measure the quiet user while paused residents hold all KV blocks and slots are free."""
-    rows = []
-    with engine(LIMITS, "--num-gpu-blocks-override", "41", "--block-size", "128") as server:
-        asyncio.run(phase(server, 0))
-        for run in range(RUNS):
-            one = asyncio.run(phase(server, 1)).row
-            # Long answers, so that what fills the cache are residents and not their prompts.
-            row = asyncio.run(phase(server, 16, 300, tokens=300)).row
-            rows.append({"run": run, **row, **ratios(row, one)})
-            print(rows[-1], flush=True)
-    return rows
-
-
-async def ten(server: Server, streams: int) -> dict[str, list[Answer]]:
-    """Run nine quiet users beside one with so many streams."""
-    async with Client(server.url) as client, neighbour(client, streams, 1, tokens=2000):
-        users = [f"quiet-{number}" for number in range(9)]
-        answers = await asyncio.gather(*(quiet(client, 40, user) for user in users))
-    return dict(zip(users, answers, strict=True))
-
-
-def ten_users() -> list[dict]:
-    """Measure nine quiet users beside a calm and a flooding tenth; nobody is limited."""
-    rows = []
-    with engine({"default": None}) as server:
-        asyncio.run(phase(server, 0))
-        for run in range(RUNS):
-            calm, flooded = (asyncio.run(ten(server, streams)) for streams in (1, 64))
-            both = [
-                latencies([answer for each in users.values() for answer in each])
-                for users in (calm, flooded)
-            ]
-            worst = max(
-                latencies(flooded[user])["first_token_p50_ms"]
-                / latencies(calm[user])["first_token_p50_ms"]
-                for user in calm
-            )
-            rows.append(
-                {
-                    "run": run,
-                    "calm_p95_ms": both[0]["first_token_p95_ms"],
-                    "flooded_p95_ms": both[1]["first_token_p95_ms"],
-                    "pooled_p95_ratio": both[1]["first_token_p95_ms"]
-                    / both[0]["first_token_p95_ms"],
-                    "worst_p50_ratio": worst,
-                }
-            )
-            print(rows[-1], flush=True)
-    return rows
-
-
-def shares() -> list[dict]:
-    """Measure what users with weights get when all have more to do than there is room for."""
-
-    async def run(server: Server) -> list[dict]:
-        async with Client(server.url) as client:
-            answers = {user: [Answer(user) for _ in range(12)] for user in WEIGHTS}
-            tasks = [
-                asyncio.create_task(
-                    client.complete(user, prompt(4), 4000, answer=answer, ignore_eos=True)
-                )
-                for user, each in answers.items()
-                for answer in each
-            ]
-            await asyncio.sleep(3)
-            before = {user: sum(len(a.token_ids) for a in each) for user, each in answers.items()}
-            await asyncio.sleep(SHARE_SECONDS)
-            tokens = {
-                user: sum(len(a.token_ids) for a in each) - before[user]
-                for user, each in answers.items()
-            }
-            await cancelled(tasks)
-        total = sum(tokens.values())
-        return [
-            {
-                "user": user,
-                "weight": weight,
-                "tokens": tokens[user],
-                "part": tokens[user] / total,
-                "of_its_share": tokens[user] / total / (weight / sum(WEIGHTS.values())),
-            }
-            for user, weight in WEIGHTS.items()
-        ]
-
-    with engine({"default": None, "weights": WEIGHTS}) as server:
-        return asyncio.run(run(server))
-
-
-def throughput_with_weights() -> list[dict]:
-    """Measure stock and ours with three users of different weights, all backlogged."""
-    config = {"default": None, "weights": {f"user-{n}": 2**n for n in range(3)}}
-    with tempfile.TemporaryDirectory() as folder:
-        limits = limits_in(Path(folder), config)
-        return [throughput("sync", limits, (*MODEL, *SIZES), users=3, process_pairs=1)]
-
-
 def measure() -> dict:
     """Run all measurements."""
-    return {
-        "streams": beside_streams(),
-        "long_prompts": beside_long_prompts(),
-        "full_cache": beside_full_cache(),
-        "ten_users": ten_users(),
-        "shares": shares(),
-        "throughput": throughput_with_weights(),
-    }
+    return {"streams": beside_streams()}

@@ -1,6 +1,7 @@
 """Run the benchmarks, store the results as JSON and put their tables into the documentation.
 
-Usage: `python benchmarks/run.py [step_cost] [serving] [isolation] [replay]`; all if none is named.
+Usage: `python benchmarks/run.py [step_cost] [serving] [isolation] [sharing] [replay]`.
+All if none is named.
 """
 
 import json
@@ -18,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / "e2e"), str(HERE.parent / "tools")]  # for `served`
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-BENCHMARKS = ("step_cost", "serving", "isolation", "replay")
+BENCHMARKS = ("step_cost", "serving", "isolation", "sharing", "replay")
 BEGIN, END = "<!-- generated -->\n", "<!-- /generated -->"
 
 Result = dict[str, Any]
@@ -198,8 +199,10 @@ _TABLES = {
                 "Finished in the end": "{finished}",
             },
         ),
+    },
+    "sharing": {
         "long_prompts": Table(
-            "The same beside 64 prompts of 800 tokens, in chunks of 256",
+            "A quiet user beside 64 prompts of 800 tokens, in chunks of 256",
             {
                 "A chunk's step p50, ms": "{chunk_p50_ms:.1f}",
                 "A chunk's step p99, ms": "{chunk_p99_ms:.1f}",
@@ -208,7 +211,7 @@ _TABLES = {
             },
         ),
         "full_cache": Table(
-            "The same while paused requests hold all KV blocks and slots are free",
+            "A quiet user while paused requests hold all KV blocks and slots are free",
             {"Neighbour's streams": "{streams}", **_BESIDE, **_AGAINST_ONE_STREAM, **_NEIGHBOUR},
         ),
         "ten_users": Table(

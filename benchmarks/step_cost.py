@@ -12,6 +12,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter_ns
@@ -24,8 +25,8 @@ from vllm_pacer import PacerConfig
 
 FAR_AWAY = PacerConfig(default=1_000_000)
 UNLIMITED = PacerConfig(default=None)
-PROCESS_PAIRS = 4  # where a process happens to lie in memory is worth a tenth of a microsecond
-STEP_PAIRS = 300  # of each pair of processes
+PROCESS_PAIRS = 8  # where a process happens to lie in memory is worth a tenth of a microsecond
+STEP_PAIRS = 150  # of each pair of processes
 
 multiprocessing.set_forkserver_preload(["torch", "vllm.v1.core.sched.scheduler"])
 
@@ -95,21 +96,25 @@ def remote(pacing: Pacing, users: list[str], **kw: Any) -> Iterator[RemoteSteppe
         process.join()
 
 
-def paired_us(
-    one: tuple[Pacing, list[str]],
-    other: tuple[Pacing, list[str]],
-    **kw: Any,
-) -> tuple[float, float, float]:
+Pairs = list[tuple[int, int]]
+"""The steps of one scheduler and of another, in turns, in nanoseconds."""
+
+
+def step_pairs(one: tuple[Pacing, list[str]], other: tuple[Pacing, list[str]], **kw: Any) -> Pairs:
+    """Step both in turns, in one pair of processes."""
+    pairs: Pairs = []
+    with remote(*one, **kw) as first, remote(*other, **kw) as second:
+        for index in range(STEP_PAIRS):
+            if index % 2:
+                pairs.append((first.step_ns(), second.step_ns()))
+            else:
+                second_ns = second.step_ns()
+                pairs.append((first.step_ns(), second_ns))
+    return pairs
+
+
+def medians_us(pairs: Pairs) -> tuple[float, float, float]:
     """Return the median steps of both, and the median difference other − one."""
-    pairs: list[tuple[int, int]] = []
-    for _ in range(PROCESS_PAIRS):
-        with remote(*one, **kw) as first, remote(*other, **kw) as second:
-            for index in range(STEP_PAIRS):
-                if index % 2:
-                    pairs.append((first.step_ns(), second.step_ns()))
-                else:
-                    second_ns = second.step_ns()
-                    pairs.append((first.step_ns(), second_ns))
     return (
         median(each for each, _ in pairs) / 1000,
         median(each for _, each in pairs) / 1000,
@@ -117,23 +122,68 @@ def paired_us(
     )
 
 
-def scheduled_cost(
-    requests: int, one_user: bool, is_async: bool, pacing: PacerConfig | Literal["least"]
-) -> dict:
-    """Measure what limits that are on and not binding add per scheduled request."""
-    users = ["user"] * requests if one_user else [f"user-{i}" for i in range(requests)]
-    stock_us, ours_us, added_us = paired_us(
-        (None, users), (pacing, users), is_async=is_async, residents=max(requests, 16)
-    )
-    return {
-        "requests": requests,
-        "users": 1 if one_user else requests,
-        "scheduling": "async" if is_async else "sync",
-        "limits": _name(pacing),
-        "stock_us": stock_us,
-        "ours_us": ours_us,
-        "added_ns_per_request": added_us * 1000 / requests,
-    }
+def paired_us(
+    one: tuple[Pacing, list[str]], other: tuple[Pacing, list[str]], **kw: Any
+) -> tuple[float, float, float]:
+    """Return what `medians_us` does, of several pairs of processes."""
+    return medians_us([each for _ in range(PROCESS_PAIRS) for each in step_pairs(one, other, **kw)])
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are scheduled, and the limits that are on and not binding."""
+
+    requests: int
+    users: int
+    is_async: bool
+    pacing: PacerConfig | Literal["least"]
+
+    def step_pairs(self) -> Pairs:
+        """Step stock and ours in turns."""
+        users = [f"user-{index % self.users}" for index in range(self.requests)]
+        slots = max(self.requests, 16)
+        kw = {"is_async": self.is_async, "residents": slots}
+        return step_pairs((None, users), (self.pacing, users), **kw)
+
+
+def scheduled_costs() -> list[dict]:
+    """Measure what limits that are on and not binding add per scheduled request.
+
+    One pair of processes of each load after the other, and again: the machine gets faster and
+    slower in the meantime, and the loads are to be compared.
+    """
+    loads = [
+        *(
+            Load(requests, users, is_async, FAR_AWAY)
+            for is_async in (False, True)
+            for requests, users in ((8, 1), (16, 1), (16, 16), (64, 1), (64, 64))
+        ),
+        Load(64, 64, False, UNLIMITED),
+        *(
+            Load(requests, users, is_async, "least")
+            for is_async in (False, True)
+            for requests, users in ((8, 1), (16, 1), (16, 16), (64, 64))
+        ),
+    ]
+    pairs: list[Pairs] = [[] for _ in loads]
+    for _ in range(PROCESS_PAIRS):
+        for load, of_load in zip(loads, pairs, strict=True):
+            of_load += load.step_pairs()
+    rows = []
+    for load, of_load in zip(loads, pairs, strict=True):
+        stock_us, ours_us, added_us = medians_us(of_load)
+        rows.append(
+            {
+                "requests": load.requests,
+                "users": load.users,
+                "scheduling": "async" if load.is_async else "sync",
+                "limits": _name(load.pacing),
+                "stock_us": stock_us,
+                "ours_us": ours_us,
+                "added_ns_per_request": added_us * 1000 / load.requests,
+            }
+        )
+    return rows
 
 
 def _name(pacing: PacerConfig | Literal["least"]) -> str:
@@ -214,25 +264,7 @@ def absent_users_cost(users: int) -> dict:
 def measure() -> dict:
     """Run all measurements."""
     return {
-        "scheduled": [
-            *(
-                scheduled_cost(requests, one_user, is_async, FAR_AWAY)
-                for is_async in (False, True)
-                for requests, one_user in (
-                    (8, True),
-                    (16, True),
-                    (16, False),
-                    (64, True),
-                    (64, False),
-                )
-            ),
-            scheduled_cost(64, False, False, UNLIMITED),
-            *(
-                scheduled_cost(requests, one_user, is_async, "least")
-                for is_async in (False, True)
-                for requests, one_user in ((8, True), (16, False), (64, False))
-            ),
-        ],
+        "scheduled": scheduled_costs(),
         "paused": [paused_cost(990, 10, users) for users in (1, 10, 990)],
         "flooded": [flooded_cost(10_000, 1_000, 10)],
         "crowded": [crowded_cost(waiting, 64) for waiting in (100, 10_000)],
