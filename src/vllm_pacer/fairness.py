@@ -68,6 +68,7 @@ class FairShare:
         self._most_kept_slots = most if spare_slots is None else min(most, spare_slots)
         self._blocks = blocks
         self._weights = weights
+        self._greatest_weight = max([1.0, *weights.values()])
         self._members: dict[str, Member] = {}
         self._weight: float | None = None  # of all members, if added up
         self.keepers: deque[tuple[int, Member]] = deque()
@@ -152,9 +153,11 @@ class FairShare:
         """Return whether the user stays within its weight's part with so much more."""
         if len(self._members) == 1:
             return True
-        if self._weight is None:
-            self._weight = sum(each.weight for each in self._members.values())
-        return self.share(member, slots, blocks) * self._weight <= 1
+        return self.share(member, slots, blocks) * self._total_weight() <= 1
+
+    def is_anyone_entitled(self) -> bool:
+        """Return whether users are so few that one of the greatest weight has a slot to claim."""
+        return self._total_weight() <= self._slots * self._greatest_weight
 
     def may_admit(self, member: Member, blocks: int, free_slots: int, free_blocks: int) -> bool:
         """Return whether a request that may come to hold so many blocks may become resident.
@@ -177,6 +180,11 @@ class FairShare:
         if holder is newcomer:
             return False
         return self.share(holder, -slots, -blocks) >= self.share(newcomer, 1, needed)
+
+    def _total_weight(self) -> float:
+        if self._weight is None:
+            self._weight = sum(each.weight for each in self._members.values())
+        return self._weight
 
     def _drop_kept(self, member: Member) -> None:
         _, blocks = member.kept.popleft()

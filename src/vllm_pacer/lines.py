@@ -221,9 +221,10 @@ class Lines(Generic[R]):
         """Return whether the user is parked."""
         return user in self._parked
 
-    def parked(self, until_ns: int) -> list[tuple[User[R], R]]:
-        """Return the first requests of the users that are parked no longer than to an instant."""
-        return [(user, self._lines[user].head()[1]) for user in self._parked.due_by(until_ns)]
+    def parked(self, until_ns: int) -> Iterator[tuple[User[R], R]]:
+        """Yield the first requests of the users that are parked no longer than to an instant."""
+        for user in self._parked.due_by(until_ns):
+            yield user, self._lines[user].head()[1]
 
     def next_wake_ns(self) -> int | None:
         """Return the instant at which the next parked user has a turn again, or `None`."""

@@ -1,7 +1,7 @@
 """Who is to be looked at when."""
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -53,9 +53,21 @@ class WakeUps(Generic[T]):
         """Do not wake `item`; no effect if it has no wake-up."""
         self._due_ns.pop(item, None)
 
-    def due_by(self, at_ns: int) -> list[T]:
-        """Return all that are due by an instant, in no order; looks at everybody."""
-        return [item for item, due_ns in self._due_ns.items() if due_ns <= at_ns]
+    def due_by(self, at_ns: int) -> Iterator[T]:
+        """Yield those that are due by an instant, in no order.
+
+        Whoever is due later is not looked at, nor who comes after the last one that is taken.
+        """
+        heap, seen, places = self._heap, set[T](), [0]
+        while places:
+            place = places.pop()
+            if place >= len(heap) or heap[place].at_ns > at_ns:
+                continue  # those below it are due later still
+            places += 2 * place + 1, 2 * place + 2
+            due_ns, _, item = heap[place]
+            if self._due_ns.get(item) == due_ns and item not in seen:
+                seen.add(item)
+                yield item
 
     def next_ns(self) -> int | None:
         """Return the instant of the next wake-up, or `None`."""

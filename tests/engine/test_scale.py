@@ -1,10 +1,12 @@
 """Many paused residents and many known users cost the others nothing."""
 
 import gc
+from typing import Any
 
 import pytest
 from engine_bed import Bed
 
+from vllm_pacer.clock import NS_PER_SECOND
 from vllm_pacer.limiter import OutputRateLimiter
 
 
@@ -40,6 +42,40 @@ def test_step_holds_only_those_that_run(is_async: bool, policy: str) -> None:
     assert output.num_scheduled_tokens.keys() == visible
     assert {*looked_at} == visible
     assert len(bed.scheduler.running) == 1000
+
+
+def test_users_that_are_parked_are_not_all_looked_at() -> None:
+    """Who else claims a slot is asked until there is none left, not of all who soon have quota."""
+    slots, users = 16, [f"user-{number}" for number in range(200)]
+    rates = {"flood": 40, **dict.fromkeys(users, 0.8)}
+    bed = Bed(rates, max_num_seqs=slots, max_num_active_seqs=8)
+    for _ in range(4):
+        bed.add("flood", prompt=4, tokens=300)
+    for _ in range(2):
+        for user in users:
+            bed.add(user, prompt=1, tokens=1)
+    bed.run(until_ms=900)
+    for _ in range(64):
+        bed.add("flood", prompt=4, tokens=300)
+    scheduler = bed.scheduler
+    claims, blocks = scheduler._claims_of_waiting_users, scheduler._holdings.blocks
+    soon, looks = [], [0]
+
+    def noted_claims(free_slots: int) -> Any:
+        soon.append(len([*scheduler.waiting.parked(bed.now_ns + NS_PER_SECOND)]))
+        return claims(free_slots)
+
+    def noted_blocks(tokens: int) -> int:
+        looks[-1] += 1
+        return blocks(tokens)
+
+    scheduler._claims_of_waiting_users = noted_claims
+    scheduler._holdings.blocks = noted_blocks
+    while bed.now_ms < 1_100:
+        looks.append(0)
+        bed.step()
+    assert min(soon) > 150
+    assert max(looks) < 2 * slots
 
 
 def test_absent_users_are_not_looked_at(

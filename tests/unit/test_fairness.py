@@ -41,6 +41,17 @@ def test_one_user_is_entitled_to_everything() -> None:
     assert fair.is_entitled(user, blocks=10)
 
 
+@pytest.mark.parametrize("heavy_weight", [1, 4])
+@pytest.mark.parametrize("users", [2, 4, 5, 16, 17, 40])
+def test_nobody_has_a_slot_to_claim_when_there_are_too_many(
+    users: int, heavy_weight: float
+) -> None:
+    """As long as somebody is entitled to a slot, it is known without asking for each."""
+    fair = fair_of(slots=4, **{"user-0": heavy_weight})
+    members = [fair.enter(f"user-{number}") for number in range(users)]
+    assert fair.is_anyone_entitled() == any(fair.is_entitled(each, 0) for each in members)
+
+
 @pytest.mark.parametrize(("held", "gives_way"), [(1, False), (2, True), (16, True)])
 def test_a_holder_gives_way_while_its_share_stays_the_greater(held: int, gives_way: bool) -> None:
     """Two residents against none become one each; one against none stays where it is."""

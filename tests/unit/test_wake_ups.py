@@ -1,6 +1,19 @@
 """Wake-ups, example by example."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from vllm_pacer.wake_ups import WakeUps
+
+
+class Counted:
+    """An item that counts how often any is looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return id(self)
 
 
 def popped(wake_ups: WakeUps[str], now_ns: int) -> list[str]:
@@ -46,6 +59,36 @@ def test_what_is_put_back_has_its_place_again() -> None:
     assert first is not None
     wake_ups.put_back(first)
     assert popped(wake_ups, 10) == ["a", "b"]
+
+
+@given(
+    settings=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=60),
+    dropped=st.sets(st.integers(0, 20)),
+    at_ns=st.integers(0, 9),
+)
+def test_all_that_are_due_are_found_once(
+    settings: list[tuple[int, int]], dropped: set[int], at_ns: int
+) -> None:
+    """Whatever was set before or again, an item is yielded once if its last instant has come."""
+    wake_ups: WakeUps[int] = WakeUps()
+    for item, due_ns in settings:
+        wake_ups.set(item, due_ns)
+    for item in dropped:
+        wake_ups.drop(item)
+    last = dict(settings)
+    due = [item for item, due_ns in last.items() if due_ns <= at_ns and item not in dropped]
+    assert sorted(wake_ups.due_by(at_ns)) == sorted(due)
+
+
+def test_who_is_due_later_is_not_looked_at() -> None:
+    """One that is due among ten thousand is found with a look at those below it."""
+    wake_ups: WakeUps[Counted] = WakeUps()
+    for number in range(10_000):
+        wake_ups.set(Counted(), 100 + number)
+    wake_ups.set(Counted(), 1)
+    Counted.looks = 0
+    assert len([*wake_ups.due_by(99)]) == 1
+    assert Counted.looks <= 5
 
 
 def test_superseded_wake_ups_do_not_pile_up() -> None:

@@ -15,6 +15,7 @@ The rules:
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -297,13 +298,18 @@ class SharingScheduler(Scheduler):
     def _claims_of_waiting_users(self, free_slots: int) -> dict[int, tuple[int, int]]:
         """Return slots and blocks for the first requests of users within their part, by class."""
         claims: dict[int, tuple[int, int]] = {}
+        if not self._fair.is_anyone_entitled():
+            return claims
         # If so many claim a slot there is none for others, and it does not matter who else does.
-        first = self.waiting.heads(max(free_slots, 0) + 2)
-        for user, request in [*first, *self.waiting.parked(self._now_ns + _SOON_NS)]:
+        most = max(free_slots, 0) + 2
+        parked = self.waiting.parked(self._now_ns + _SOON_NS)
+        for user, request in chain(self.waiting.heads(most), parked):
             needed = self._holdings.blocks(request.num_tokens)
             if self._fair.is_entitled(user.member, needed):
                 slots, blocks = claims.get(self._priority_class(request), (0, 0))
                 claims[self._priority_class(request)] = slots + 1, blocks + needed
+                if slots + 1 == most and self.policy != SchedulingPolicy.PRIORITY:
+                    break  # a better class may still come
         return claims
 
     def _allow_or_park(self, user: User[Request], request: Request) -> bool:
