@@ -1,7 +1,10 @@
 """`vllm-pacer check FILE`: says what a file of limits means, without starting a server."""
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from io import TextIOWrapper
 
 from vllm_pacer.config import ConfigError, PacerConfig, config_from_file, format_rate
 from vllm_pacer.quota import ANONYMOUS_USER
@@ -10,6 +13,7 @@ from vllm_pacer.quota import ANONYMOUS_USER
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the limits in a file; end with status 2 and the reason if it cannot be used."""
     parser = argparse.ArgumentParser(prog="vllm-pacer", description="Look after limits of users.")
+    parser.add_argument("--version", action="version", version=version("vllm-pacer"))
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="say what a file of limits means")
     check.add_argument("file", metavar="FILE", help="what --user-output-rate-config would be given")
@@ -17,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config_from_file(parser.parse_args(arguments).file)
     except ConfigError as error:
         parser.exit(2, f"vllm-pacer: {error}\n")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may be in any script
     for fact in facts(config):
         print(fact)
     return 0

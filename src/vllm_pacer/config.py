@@ -333,9 +333,13 @@ def _without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     mapping: dict[Any, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            raise ConfigError(f"{key!r} is given twice; keep one of the two")
+            raise ConfigError(_given_twice(key))
         mapping[key] = value
     return mapping
+
+
+def _given_twice(key: object) -> str:
+    return f"{_shown(key)} is given twice; keep one of the two"
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -346,10 +350,13 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping, refusing duplicate keys."""
-        return _without_duplicates(
-            (self.construct_object(key, deep=True), self.construct_object(value, deep=True))
-            for key, value in node.value
-        )
+        mapping: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in mapping:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: {_given_twice(key)}")
+            mapping[key] = self.construct_object(value_node, deep=True)
+        return mapping
 
     def construct_null(self, node: yaml.ScalarNode) -> None:
         """Refuse a value that was left out: it would be no limit, which may not be meant."""

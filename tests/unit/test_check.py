@@ -1,8 +1,10 @@
 """`vllm-pacer check FILE` says what a file means, or why a server would not take it."""
 
+import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,26 @@ def test_the_module_can_be_run_and_needs_no_vllm(limits: Path) -> None:
         [sys.executable, "-c", code], input=LIMITS, capture_output=True, text=True, check=True
     )
     assert run.stdout == f"{MEANING}0\n[]\n"
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(limits: Path) -> None:
+    """Where only ASCII can be printed nothing is lost and nothing fails."""
+    limits.write_text("default: 1\nusers: {ü: 2}", encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_pacer", "check", str(limits)],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
+    assert b"user \\xfc: 2 tokens/s" in run.stdout
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints the version that is installed."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == version("vllm-pacer")
 
 
 def test_the_command_is_installed() -> None:

@@ -307,9 +307,9 @@ def test_good_user_names(name: str) -> None:
         ("default: 3\nuser: {a: 1}", "unknown key 'user'; did you mean 'users'?"),
         ("default: 3\nzzz: 1", "unknown key 'zzz'; the keys are default, users, burst"),
         ("default: 3\n7: 1", "unknown key 7; the keys are default, users, burst"),
-        ("default: 3\ndefault: 4", "'default' is given twice; keep one of the two"),
-        ("default: 3\nusers:\n  a: 1\n  a: 2", "'a' is given twice; keep one of the two"),
-        ("default: 3\nusers: {a: 1, 'a': 2}", "'a' is given twice; keep one of the two"),
+        ("default: 3\ndefault: 4", "line 2: 'default' is given twice; keep one of the two"),
+        ("default: 3\nusers:\n  a: 1\n  a: 2", "line 4: 'a' is given twice; keep one of the two"),
+        ("default: 3\nusers: {a: 1, 'a': 2}", "line 2: 'a' is given twice; keep one of the two"),
         ("default: 3\nusers:\n  1: 2", "users: a user's name must be a string, got 1; write it in"),
         ("default: 3\nusers:\n  no: 2", "users: a user's name must be a string, got False; write"),
         (
