@@ -267,6 +267,11 @@ def main(names: list[str]) -> None:
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
         for part, table in _TABLES[name].items():
             table.check(result[part])
+    write_page()
+
+
+def write_page() -> None:
+    """Put the tables of all stored results into the documentation."""
     stored = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
         for name in BENCHMARKS
