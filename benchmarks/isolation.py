@@ -31,7 +31,7 @@ TURNS = 2
 """How often many streams are measured in a run, each time between two measurements of one."""
 QUIET_REQUESTS = 150
 COMPARED_REQUESTS = 300
-"""In a phase beside streams: of fewer, the percentile that is compared would be two or three."""
+"""In a phase beside streams: of fewer, the 99th percentile would be the second or third."""
 QUIET_TOKENS = 12
 NEIGHBOUR_TOKENS = 4000
 NEIGHBOUR_RATE = 40

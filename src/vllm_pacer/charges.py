@@ -47,7 +47,7 @@ NO_CHARGES = Charges({})
 class Ledger:
     """The steps in flight, and what they can still be refunded.
 
-    A step in flight is known by whatever object stands for it outside, which is kept until then.
+    A step in flight is known by whatever object stands for it outside, which is kept alive.
 
     Args:
         limiter: Takes and gives back the tokens.

@@ -53,7 +53,7 @@ class Account:
         self._scale = quota.tokens_per_second.numerator if quota else 1
         self._increment = quota.tokens_per_second.denominator * NS_PER_SECOND if quota else 0
         self._burst = quota.burst_ns * self._scale if quota else 0
-        # What can be taken at once when nothing was for long.
+        # What can be taken at once when all earlier charges have drained.
         self._burst_tokens = self._burst // self._increment + 1 if quota else _NO_LIMIT
 
     @property
@@ -105,7 +105,7 @@ class OutputRateLimiter:
         return account
 
     def set_least_burst(self, least_ns: int) -> None:
-        """Let all users be at least `least_ns` ahead of their rates, from the next step on."""
+        """Let all users be at least `least_ns` ahead of their rates from now on."""
         self.least_burst_ns = least_ns
 
     def begin_step(self, now_ns: int) -> int:

@@ -89,17 +89,17 @@ def run(server: Server) -> Excerpt:
 
 def test_the_limited_user_gets_its_rate(run: Excerpt) -> None:
     """Its adapter has the slot when it has quota, within 0.5 %, whoever else wants it."""
-    rate = rate_of(run.emission_ns_by_user()["limited"], run.steps_ns, RATE)
-    print(f"limit {RATE}: {rate}")
-    assert rate.tokens >= 200
-    assert rate.per_second == pytest.approx(RATE, rel=0.005)
+    emitted_ns = run.emission_ns_by_user()["limited"]
+    rate = rate_of(emitted_ns, run.steps_ns, RATE, needed_steps=2)  # it has every other one
+    rate.check(RATE, least_tokens=200)
 
 
 def test_a_token_with_quota_waits_for_one_step(run: Excerpt) -> None:
-    """As soon as it has quota the limited user has every other step, however long steps take."""
+    """As soon as it has quota the limited user has every other step, on a slow machine too."""
     passed_over, most, theoretical_arrival_ns = 0, 0, 0
     steps = [step for step in run.steps if step["computed"]]
-    for step in steps[: max(n for n, step in enumerate(steps) if "limited" in step["taken"])]:
+    taken = [index for index, step in enumerate(steps) if "limited" in step["taken"]]
+    for step in steps[taken[0] : taken[-1]]:
         if "limited" in step["taken"]:
             theoretical_arrival_ns = max(theoretical_arrival_ns, step["at_ns"]) + INTERVAL_NS
             passed_over = 0

@@ -63,9 +63,7 @@ def test_rate_is_the_limit(run: Run, user: str, limit: int, needed_steps: int) -
     """From token number burst x limit + 2 on, tokens leave the engine at it within 0.5 %."""
     emitted_ns = run.excerpt.emission_ns_by_user()[user]
     rate = rate_of(emitted_ns, run.excerpt.steps_ns, limit, needed_steps)
-    print(f"limit {limit}: {rate}")
-    assert rate.tokens >= (400 if limit == 100 else 200)
-    assert rate.per_second == pytest.approx(limit, rel=0.005)
+    rate.check(limit, least_tokens=400 if limit == 100 else 200)
 
 
 @LIMITED
@@ -75,12 +73,11 @@ def test_delivered_rate_is_the_limit(run: Run, user: str, limit: int, needed_ste
     rate = delivered_rate_of(
         run.arrivals[user], emitted_ns, run.excerpt.steps_ns, limit, needed_steps
     )
-    print(f"limit {limit}: {rate}")
-    assert rate.tokens >= (400 if limit == 100 else 200)
-    assert rate.per_second == pytest.approx(limit, rel=0.005)
+    rate.check(limit, least_tokens=400 if limit == 100 else 200)
 
 
 INTERVAL_NS = 50_000_000
+STEP_NS = 5_000_000
 EVEN_NS = [index * INTERVAL_NS for index in range(200)]
 
 
@@ -90,17 +87,29 @@ def test_a_rate_is_seen_as_it_is() -> None:
     for limit, instants_ns in (20, EVEN_NS), (20.2, faster_ns):
         rate = rate_of(instants_ns, instants_ns, 20)
         assert rate.per_second == pytest.approx(limit, rel=1e-6)
-        assert rate.tokens == 197
+        assert (rate.tokens, rate.part) == (197, 1)
 
 
 def test_a_stall_of_the_machine_changes_no_rate() -> None:
-    """Each time between two stalls begins with a burst, which does not count."""
-    stall_ns = 10 * INTERVAL_NS
-    before_ns, after_ns = EVEN_NS[:80], [instant + stall_ns for instant in EVEN_NS[80:]]
-    instants_ns = [*before_ns, after_ns[0], after_ns[0], *after_ns]
-    rate = rate_of(instants_ns, instants_ns, 20)
+    """What was computed while it stood still does not count, nor the burst that comes behind it."""
+    before_ns, after_ns = EVEN_NS[:80], [at + 10 * INTERVAL_NS for at in EVEN_NS[80:]]
+    burst_ns = [after_ns[0] + STEP_NS, after_ns[0] + 2 * STEP_NS]
+    steps_ns = [*before_ns, after_ns[0], *burst_ns, *after_ns[1:]]
+    emitted_ns = [at + STEP_NS for at in steps_ns]
+    emitted_ns[79] = after_ns[0] - STEP_NS  # the step in which the machine stood still
+    rate = rate_of(emitted_ns, steps_ns, 20)
     assert rate.per_second == pytest.approx(20, rel=1e-6)
-    assert rate.tokens == 197 - 1
+    assert rate.tokens == 79 + 122 - 2 * 3
+    assert rate.part < 1
+
+
+def test_an_engine_that_often_stands_still_has_no_rate() -> None:
+    """It may be the engine that sleeps, so what is left must not pass for all there was."""
+    sleeps_ns = [at + at // (20 * INTERVAL_NS) * 20 * INTERVAL_NS for at in EVEN_NS]
+    rate = rate_of(sleeps_ns, sleeps_ns, 20)
+    assert rate.per_second == pytest.approx(20, rel=1e-6)
+    with pytest.raises(AssertionError):
+        rate.check(20, least_tokens=100)
 
 
 def test_steps_too_slow_for_the_streams_change_no_rate() -> None:

@@ -18,8 +18,8 @@ The rules:
 5. Nothing here waits for a result, so synchronous and asynchronous scheduling differ only in how
    many steps are in flight when a charge is settled.
 
-Who is paused is in `Pauses`, what is charged in `Ledger`; who is watched, who came to its quota in
-the last step and what is in flight are fields of the scheduler. Who gets in, who gives way and who
+Who is paused is in `Pauses`, what is charged and in flight in `Ledger`; who is watched and who came
+to its quota in the last step are fields of the scheduler. Who gets in, who gives way and who
 is computed is decided in `SharingScheduler`.
 """
 
@@ -204,7 +204,7 @@ class PacedScheduler(SharingScheduler):
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            if not is_calm or self._slots_held_in_queue:
+            if not is_calm:
                 self._show_paused()
         if not is_calm and (self._left_to_waiting or self._adapters):
             self._note_vain_newcomers()
