@@ -10,6 +10,8 @@ The rules, for a user with rate N and its theoretical arrival time TAT:
    it back would be new credit.
 5. A user may be forgotten when its TAT lies in the past: it cannot be told from a new one.
 6. The burst is the user's own, or a least one that is set for all if that is longer.
+7. A step that charges the same as the last one, all of which has drained, is booked when somebody
+   asks for an account: it costs the same for a thousand users as for one.
 
 Hence, in every window of W seconds, tokens taken and not refunded ≤ (W + burst) × N + 1, with the
 longest burst that was in force.
@@ -90,12 +92,21 @@ class OutputRateLimiter:
         self._now_ns = 0
         self.least_burst_ns = 0  # changed by `set_least_burst` alone
 
+        # For rule 7.
+        self._repeated: Mapping[Account, int] | None = None  # what may be charged again
+        self._repeated_in = 0  # the last step that charged it
+        self._repeated_ns = 0  # the instant of that step
+        self._is_booked = True
+        self._drains: Mapping[Account, int] | None = None  # what the next line is about
+        self._drain_ns = 0  # how long it takes to drain
+
     def __len__(self) -> int:
         """Return the number of users remembered."""
         return len(self._accounts)
 
     def account(self, user: str) -> Account:
         """Return the user's account, opening one if need be."""
+        self._book_repeated()
         account = self._accounts.get(user)
         if account is None:
             # More than one look per newcomer, or one-shot users would outrun the cleaning.
@@ -129,6 +140,7 @@ class OutputRateLimiter:
 
     def take(self, account: Account, tokens: int = 1) -> bool:
         """Do what `try_take` does for an account already at hand."""
+        self._book_repeated()
         if account.step != self._step:
             self._enter_step(account)
         tat = account.tat + tokens * account._increment
@@ -142,6 +154,10 @@ class OutputRateLimiter:
     ) -> list[Account]:
         """Take tokens that were seen to be available from several accounts at once.
 
+        Args:
+            tokens_of: The tokens by account; the same object only as long as it says the same.
+            per_request_tokens: What a request may take in a step.
+
         Returns:
             The accounts that cannot give each of their live requests so many tokens more now.
 
@@ -149,12 +165,18 @@ class OutputRateLimiter:
             ValueError: An account has fewer tokens. Those before it have been taken.
         """
         step, now_ns, least_burst_ns = self._step, self._now_ns, self.least_burst_ns
-        nearly_spent = []
+        nearly_spent: list[Account] = []
+        if tokens_of is self._repeated and now_ns - self._repeated_ns >= self._drain_ns:
+            self._repeated_in, self._repeated_ns, self._is_booked = step, now_ns, False
+            return nearly_spent
+        self._book_repeated()
+        has_drained = True
         for account, tokens in tokens_of.items():
             more = account.requests * per_request_tokens
             now = now_ns * account._scale
             if account.tat > now or account.step == step or account.earlier or least_burst_ns:
                 left = self._take_granted(account, tokens)
+                has_drained = False
             else:  # what that comes to where all charges have drained, as most have
                 account.tat = now + tokens * account._increment
                 account.step = step
@@ -164,7 +186,31 @@ class OutputRateLimiter:
                 nearly_spent.append(account)
                 if left < 0:
                     raise ValueError(f"{account.user!r} does not have the {tokens} tokens taken.")
+        if has_drained and not nearly_spent:
+            self._may_repeat(tokens_of)
         return nearly_spent
+
+    def _may_repeat(self, tokens_of: Mapping[Account, int]) -> None:
+        if tokens_of is not self._drains:
+            self._drains = tokens_of
+            self._drain_ns = max(
+                (
+                    -(-each * account._increment // account._scale)
+                    for account, each in tokens_of.items()
+                ),
+                default=0,
+            )
+        self._repeated, self._repeated_in, self._repeated_ns = tokens_of, self._step, self._now_ns
+
+    def _book_repeated(self) -> None:
+        """Bring the accounts of repeated charges to where they are."""
+        repeated, self._repeated = self._repeated, None
+        if not self._is_booked and repeated is not None:
+            self._is_booked = True
+            for account, tokens in repeated.items():
+                account.tat = self._repeated_ns * account._scale + tokens * account._increment
+                account.step = self._repeated_in
+                account.lowest = _NOT_OBSERVED
 
     def _take_granted(self, account: Account, tokens: int) -> int:
         """Take tokens and return how many are left; below 0 if it had fewer."""
@@ -182,6 +228,7 @@ class OutputRateLimiter:
 
     def give_back(self, account: Account, step: int, now_ns: int, tokens: int = 1) -> None:
         """Do what `refund` does for an account already at hand."""
+        self._book_repeated()
         level = max(account.tat - now_ns * account._scale, 0)
         seen = {
             at: _lower(lowest, level)
@@ -219,6 +266,7 @@ class OutputRateLimiter:
 
     def account_ready_at_ns(self, account: Account, tokens: int = 1) -> int:
         """Do what `ready_at_ns` does for an account already at hand."""
+        self._book_repeated()
         scaled = account.tat + (tokens - 1) * account._increment - self._burst_of(account)
         return -(-scaled // account._scale)
 
@@ -241,17 +289,21 @@ class OutputRateLimiter:
         return before - len(queue)
 
     def _is_idle(self, account: Account) -> bool:
-        return (
-            account.requests == 0
-            and account.step < self._oldest_open_step()
-            and account.tat <= self._now_ns * account._scale
-        )
+        if account.requests:
+            return False
+        self._book_repeated()
+        is_over = account.step < self._oldest_open_step()
+        return is_over and account.tat <= self._now_ns * account._scale
 
     def _oldest_open_step(self) -> int:
         return next(iter(self._open_steps), self._step + 1)
 
     def _enter_step(self, account: Account) -> None:
         """Prepare the account for charges at the instant of the current step."""
+        if self._repeated is not None:
+            self._book_repeated()
+            if account.step == self._step:
+                return
         now = self._now_ns * account._scale
         level = account.tat - now
         if level <= 0:
