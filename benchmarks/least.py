@@ -1,7 +1,8 @@
-"""The least that a limiter in the scheduler costs, whoever writes it in Python.
+"""The least that a limiter in the scheduler costs for one user, whoever writes it in Python.
 
-It reads the clock, takes one quota per user and step, and compares what was emitted with what was
-charged. To pause, share, refund or count anything would come on top.
+It reads the clock, takes a quota per user and step, and compares what was emitted with what was
+charged. To pause, share, refund or count anything would come on top. With several users it is not
+the least: to take from each in every step can be avoided.
 """
 
 from collections import Counter
