@@ -80,9 +80,11 @@ def make_scheduler(
     )
 
 
-def add_requests(scheduler: Scheduler, users: Iterable[str], max_tokens: int = 4000) -> None:
-    """Add one request with a short prompt for each name in `users`."""
-    for index, user in enumerate(users):
+def add_requests(
+    scheduler: Scheduler, users: Iterable[str], max_tokens: int = 4000, first: int = 0
+) -> None:
+    """Add one request with a short prompt for each name in `users`, numbered from `first` on."""
+    for index, user in enumerate(users, first):
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, extra_args={"output_rate_user": user}
         )

@@ -118,6 +118,7 @@ _TABLES = {
                 "Scheduling": "{scheduling}",
                 "Requests": "{requests}",
                 "Users": "{users}",
+                "Requests that change": "{changing}",
                 "Limits": "{limits}",
                 "Stock µs": "{stock_us:.0f}",
                 "Ours µs": "{ours_us:.0f}",

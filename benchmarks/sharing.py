@@ -6,6 +6,7 @@ that opens many streams; and users with weights that all have more to do than th
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +15,7 @@ from served.record import Excerpt
 from served.server import Server
 
 from isolation import (
+    COMPARED_REQUESTS,
     LIMITS,
     MODEL,
     RUNS,
@@ -62,12 +64,13 @@ def chunk_steps_ms(excerpt: Excerpt) -> list[float]:
 def beside_full_cache() -> list[dict]:
     """Measure the quiet user while paused residents hold all KV blocks and slots are free."""
     rows = []
+    compared = partial(phase, requests=COMPARED_REQUESTS)
     with engine(LIMITS, "--num-gpu-blocks-override", "41", "--block-size", "128") as server:
         asyncio.run(phase(server, 0))
         for run in range(RUNS):
-            one = asyncio.run(phase(server, 1)).row
+            one = asyncio.run(compared(server, 1)).row
             # Long answers, so that what fills the cache are residents and not their prompts.
-            row = asyncio.run(phase(server, 16, 300, tokens=300)).row
+            row = asyncio.run(compared(server, 16, 300, tokens=300)).row
             rows.append({"run": run, **row, **ratios(row, one)})
             print(rows[-1], flush=True)
     return rows

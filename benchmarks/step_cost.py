@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, Literal
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from bed import Pacing, add_requests, make_scheduler, result_of
 from vllm_pacer import PacerConfig
@@ -32,15 +34,24 @@ multiprocessing.set_forkserver_preload(["torch", "vllm.v1.core.sched.scheduler"]
 
 
 class Stepper:
-    """Steps a scheduler, with `depth` steps in flight."""
+    """Steps a scheduler, with `depth` steps in flight.
 
-    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+    If `is_changing`, a request ends before every step and another of its user comes.
+    """
+
+    def __init__(self, scheduler: Scheduler, depth: int, is_changing: bool = False) -> None:
         self._scheduler = scheduler
         self._depth = depth
+        self._changes = count(1_000) if is_changing else None
         self._in_flight: deque[Any] = deque()
 
     def step_ns(self) -> int:
         """Run one step and return how long the scheduler took."""
+        if self._changes is not None:
+            oldest = self._scheduler.running[0]
+            user = oldest.sampling_params.extra_args["output_rate_user"]
+            self._scheduler.finish_requests(oldest.request_id, RequestStatus.FINISHED_ABORTED)
+            add_requests(self._scheduler, [user], first=next(self._changes))
         start = perf_counter_ns()
         output = self._scheduler.schedule()
         taken = perf_counter_ns() - start
@@ -68,10 +79,10 @@ class RemoteStepper:
 
 def serve(connection: Connection, pacing: Pacing, users: list[str], kw: Any) -> None:
     """Step a scheduler with one request per name in `users` whenever told to."""
-    is_async = kw.get("is_async", False)
+    is_async, is_changing = kw.get("is_async", False), kw.pop("is_changing", False)
     scheduler = make_scheduler(pacing, **kw)
     add_requests(scheduler, users)
-    stepper = Stepper(scheduler, 2 if is_async else 1)
+    stepper = Stepper(scheduler, 2 if is_async else 1, is_changing)
     for _ in range(50):
         stepper.step_ns()
     gc.collect()
@@ -137,12 +148,13 @@ class Load:
     users: int
     is_async: bool
     pacing: PacerConfig | Literal["least"]
+    is_changing: bool = False
 
     def step_pairs(self) -> Pairs:
         """Step stock and ours in turns."""
         users = [f"user-{index % self.users}" for index in range(self.requests)]
         slots = max(self.requests, 16)
-        kw = {"is_async": self.is_async, "residents": slots}
+        kw = {"is_async": self.is_async, "is_changing": self.is_changing, "residents": slots}
         return step_pairs((None, users), (self.pacing, users), **kw)
 
 
@@ -158,6 +170,8 @@ def scheduled_costs() -> list[dict]:
             for is_async in (False, True)
             for requests, users in ((8, 1), (16, 1), (16, 16), (64, 1), (64, 64))
         ),
+        Load(16, 16, False, FAR_AWAY, is_changing=True),
+        Load(64, 64, False, FAR_AWAY, is_changing=True),
         Load(64, 64, False, UNLIMITED),
         *(
             Load(requests, users, is_async, "least")
@@ -177,6 +191,7 @@ def scheduled_costs() -> list[dict]:
                 "requests": load.requests,
                 "users": load.users,
                 "scheduling": "async" if load.is_async else "sync",
+                "changing": "one" if load.is_changing else "none",
                 "limits": _name(load.pacing),
                 "stock_us": stock_us,
                 "ours_us": ours_us,

@@ -352,9 +352,12 @@ class _StrictLoader(yaml.SafeLoader):
         """Build a mapping, refusing duplicate keys."""
         mapping: dict[Any, Any] = {}
         for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"line {line}: a key must be text; write it in quotes")
             key = self.construct_object(key_node, deep=True)
             if key in mapping:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: {_given_twice(key)}")
+                raise ConfigError(f"line {line}: {_given_twice(key)}")
             mapping[key] = self.construct_object(value_node, deep=True)
         return mapping
 
@@ -407,7 +410,7 @@ def _known_keys() -> str:
 def _unknown_key(key: object) -> str:
     near = difflib.get_close_matches(str(key), PacerConfig.model_fields, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {_known_keys()}"
-    return f"unknown key {key!r}; {hint}"
+    return f"unknown key {_shown(key)}; {hint}"
 
 
 def _explain(error: ValidationError, source: str) -> str:

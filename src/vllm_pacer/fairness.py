@@ -28,6 +28,10 @@ _KEPT_PART = 8
 """At most one slot in so many is kept, and at most one KV block in so many."""
 
 
+_ROUNDING = 1e-9
+"""Far more than sums of weights are rounded by."""
+
+
 class Member:
     """A user's part of the engine. Changed by `FairShare` alone."""
 
@@ -68,9 +72,9 @@ class FairShare:
         self._most_kept_slots = most if spare_slots is None else min(most, spare_slots)
         self._blocks = blocks
         self._weights = weights
-        self._greatest_weight = max([1.0, *weights.values()])
         self._members: dict[str, Member] = {}
         self._weight: float | None = None  # of all members, if added up
+        self._greatest_weight = 0.0  # of any member, if that is known
         self.keepers: deque[tuple[int, Member]] = deque()
         """Until when room is kept for whom, oldest first."""
         self._kept_slots = 0
@@ -157,7 +161,8 @@ class FairShare:
 
     def is_anyone_entitled(self) -> bool:
         """Return whether users are so few that one of the greatest weight has a slot to claim."""
-        return self._total_weight() <= self._slots * self._greatest_weight
+        total = self._total_weight()
+        return total <= self._slots * self._greatest_weight * (1 + _ROUNDING)
 
     def may_admit(self, member: Member, blocks: int, free_slots: int, free_blocks: int) -> bool:
         """Return whether a request that may come to hold so many blocks may become resident.
@@ -183,7 +188,8 @@ class FairShare:
 
     def _total_weight(self) -> float:
         if self._weight is None:
-            self._weight = sum(each.weight for each in self._members.values())
+            weights = [each.weight for each in self._members.values()]
+            self._weight, self._greatest_weight = sum(weights), max(weights, default=0.0)
         return self._weight
 
     def _drop_kept(self, member: Member) -> None:

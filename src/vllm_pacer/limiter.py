@@ -11,7 +11,7 @@ The rules, for a user with rate N and its theoretical arrival time TAT:
 5. A user may be forgotten when its TAT lies in the past: it cannot be told from a new one.
 6. The burst is the user's own, or a least one that is set for all if that is longer.
 7. A step that charges the same as the last one, all of which has drained, is booked when somebody
-   asks for an account: it costs the same for a thousand users as for one.
+   asks for one of its accounts: it costs the same for a thousand users as for one.
 
 Hence, in every window of W seconds, tokens taken and not refunded ≤ (W + burst) × N + 1, with the
 longest burst that was in force.
@@ -106,9 +106,10 @@ class OutputRateLimiter:
 
     def account(self, user: str) -> Account:
         """Return the user's account, opening one if need be."""
-        self._book_repeated()
         account = self._accounts.get(user)
-        if account is None:
+        if account is not None:
+            self._catch_up(account)
+        else:
             # More than one look per newcomer, or one-shot users would outrun the cleaning.
             self.cleanup_idle_users(_CHECKS_PER_NEW_USER)
             account = self._accounts[user] = Account(user, self._quota_of(user))
@@ -140,7 +141,7 @@ class OutputRateLimiter:
 
     def take(self, account: Account, tokens: int = 1) -> bool:
         """Do what `try_take` does for an account already at hand."""
-        self._book_repeated()
+        self._catch_up(account)
         if account.step != self._step:
             self._enter_step(account)
         tat = account.tat + tokens * account._increment
@@ -162,7 +163,7 @@ class OutputRateLimiter:
             The accounts that cannot give each of their live requests so many tokens more now.
 
         Raises:
-            ValueError: An account has fewer tokens. Those before it have been taken.
+            ValueError: An account has fewer tokens. They have been taken, and those before.
         """
         step, now_ns, least_burst_ns = self._step, self._now_ns, self.least_burst_ns
         nearly_spent: list[Account] = []
@@ -202,8 +203,12 @@ class OutputRateLimiter:
             )
         self._repeated, self._repeated_in, self._repeated_ns = tokens_of, self._step, self._now_ns
 
+    def _catch_up(self, account: Account) -> None:
+        """Bring an account to where it is, before anything depends on it."""
+        if self._repeated is not None and account in self._repeated:
+            self._book_repeated()
+
     def _book_repeated(self) -> None:
-        """Bring the accounts of repeated charges to where they are."""
         repeated, self._repeated = self._repeated, None
         if not self._is_booked and repeated is not None:
             self._is_booked = True
@@ -228,7 +233,7 @@ class OutputRateLimiter:
 
     def give_back(self, account: Account, step: int, now_ns: int, tokens: int = 1) -> None:
         """Do what `refund` does for an account already at hand."""
-        self._book_repeated()
+        self._catch_up(account)
         level = max(account.tat - now_ns * account._scale, 0)
         seen = {
             at: _lower(lowest, level)
@@ -266,7 +271,7 @@ class OutputRateLimiter:
 
     def account_ready_at_ns(self, account: Account, tokens: int = 1) -> int:
         """Do what `ready_at_ns` does for an account already at hand."""
-        self._book_repeated()
+        self._catch_up(account)
         scaled = account.tat + (tokens - 1) * account._increment - self._burst_of(account)
         return -(-scaled // account._scale)
 
@@ -291,7 +296,7 @@ class OutputRateLimiter:
     def _is_idle(self, account: Account) -> bool:
         if account.requests:
             return False
-        self._book_repeated()
+        self._catch_up(account)
         is_over = account.step < self._oldest_open_step()
         return is_over and account.tat <= self._now_ns * account._scale
 
@@ -300,10 +305,9 @@ class OutputRateLimiter:
 
     def _enter_step(self, account: Account) -> None:
         """Prepare the account for charges at the instant of the current step."""
-        if self._repeated is not None:
-            self._book_repeated()
-            if account.step == self._step:
-                return
+        self._catch_up(account)
+        if account.step == self._step:
+            return
         now = self._now_ns * account._scale
         level = account.tat - now
         if level <= 0:

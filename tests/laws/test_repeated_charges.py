@@ -112,6 +112,12 @@ class RepeatedCharges(RuleBasedStateMachine):
 
         self._both(change)
 
+    @rule(user=users)
+    def end_request(self, user: str) -> None:
+        """A request of a user ends, for which nobody asks the limiter."""
+        for limiter in (self.shared, self.copied):
+            at_hand(limiter, user).requests = 0
+
     @rule(least_ns=st.sampled_from([0, 10**16]))
     def set_least_burst(self, least_ns: int) -> None:
         """Steps become slow, or fast again: what is left is another number."""

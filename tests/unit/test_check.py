@@ -131,12 +131,43 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(limits: Path) -> None:
     assert b"user \\xfc: 2 tokens/s" in run.stdout
 
 
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+def test_a_reader_that_leaves_is_no_error(limits: Path, is_unbuffered: bool) -> None:
+    """Piped into something that reads no further, it ends without a word and with status 0."""
+    users = "".join(f"  user-{number}: 1\n" for number in range(20_000))
+    limits.write_text(f"default: 1\nusers:\n{users}")
+    command = f"{sys.executable} -m vllm_pacer check {limits} | head -1; echo ${{PIPESTATUS[0]}}"
+    run = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1" if is_unbuffered else ""},
+        check=True,
+    )
+    assert run.stdout == "each user that is not named: 1 tokens/s\n0\n"
+    assert run.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_a_full_disk_is_told_in_one_line(limits: Path) -> None:
+    """What cannot be printed ends with status 2 and the reason."""
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "vllm_pacer", "check", str(limits)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert run.returncode == 2
+    assert run.stderr == "vllm-pacer: cannot print: No space left on device\n"
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints the version that is installed."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.strip() == version("vllm-pacer")
+    assert capsys.readouterr().out == f"{version('vllm-pacer')}\n"
 
 
 def test_the_command_is_installed() -> None:

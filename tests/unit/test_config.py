@@ -331,7 +331,7 @@ def test_good_user_names(name: str) -> None:
         ("default: 1\n---\ndefault: 2", "not valid YAML in line 2 (but found another document)"),
         ("default: !!python/name:os.system x", "not valid YAML in line 1 ("),
         ("default: &a [*a]", "not valid YAML in line 1 (found unconstructable recursive node)"),
-        ("? [1]\n: 2", "not valid YAML (unhashable type: 'list')"),
+        ("? [1]\n: 2", "line 1: a key must be text; write it in quotes"),
         ("default: !!bool x", "not valid YAML ("),
         ("default: !!timestamp x", "not valid YAML ("),
         ("!!map [1]", "not valid YAML ("),

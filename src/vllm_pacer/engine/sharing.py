@@ -438,6 +438,7 @@ class SharingScheduler(Scheduler):
         return not ends_turn_soon and self._request_blocks_can_be_freed(request)
 
     def _evict(self, victim: Request) -> None:
+        self._claimed = None  # there is more room to claim
         self._preempt_request(
             victim,
             self._now_ns / NS_PER_SECOND,
