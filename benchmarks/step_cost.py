@@ -47,7 +47,7 @@ class Stepper:
 
     def step_ns(self) -> int:
         """Run one step and return how long the scheduler took."""
-        if self._changes is not None:
+        if self._changes is not None and self._scheduler.running:
             oldest = self._scheduler.running[0]
             user = oldest.sampling_params.extra_args["output_rate_user"]
             self._scheduler.finish_requests(oldest.request_id, RequestStatus.FINISHED_ABORTED)
