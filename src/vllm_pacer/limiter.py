@@ -96,7 +96,7 @@ class OutputRateLimiter:
         self._repeated: Mapping[Account, int] | None = None  # what may be charged again
         self._repeated_in = 0  # the last step that charged it
         self._repeated_ns = 0  # the instant of that step
-        self._is_booked = True
+        self._is_booked = True  # nothing of it is left to book
         self._drains: Mapping[Account, int] | None = None  # what the next line is about
         self._drain_ns = 0  # how long it takes to drain
 
