@@ -21,12 +21,16 @@ class Charges:
 
     Args:
         by_request: The account that is charged for each request, and the tokens.
+        others_emit: Whether the step may emit tokens that nobody is charged for.
     """
 
-    __slots__ = ("by_account", "by_request", "tokens")
+    __slots__ = ("by_account", "by_request", "others_emit", "tokens")
 
-    def __init__(self, by_request: Mapping[str, tuple[Account, int]]) -> None:
+    def __init__(
+        self, by_request: Mapping[str, tuple[Account, int]], others_emit: bool = False
+    ) -> None:
         self.by_request = by_request
+        self.others_emit = others_emit
         self.by_account: dict[Account, int] = {}  # from those without a limit nothing is taken
         self.tokens = 0
         for account, tokens in by_request.values():
@@ -38,7 +42,8 @@ class Charges:
         """Return the charges of the other requests."""
         if request_ids.isdisjoint(self.by_request):
             return self
-        return Charges({k: v for k, v in self.by_request.items() if k not in request_ids})
+        rest = {k: v for k, v in self.by_request.items() if k not in request_ids}
+        return Charges(rest, self.others_emit)
 
 
 NO_CHARGES = Charges({})
@@ -83,7 +88,8 @@ class Ledger:
     def close(self, flight: object, emitted_tokens: int) -> bool:
         """Forget a step if it emitted all that it was charged.
 
-        No request emits more than it was charged, so equal sums mean equal parts.
+        If nobody else emits, no request emits more than it was charged: equal sums mean equal
+        parts.
 
         Returns:
             Whether it did; also true of what is not in flight. Otherwise it is to be settled.
@@ -91,7 +97,7 @@ class Ledger:
         key = id(flight)
         if key in self._in_flight:
             _, step, charges = self._in_flight[key]
-            if emitted_tokens != charges.tokens:
+            if emitted_tokens != charges.tokens or charges.others_emit:
                 return False
             del self._in_flight[key]
             self._limiter.end_step(step)

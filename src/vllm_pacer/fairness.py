@@ -179,12 +179,18 @@ class FairShare:
         return free_slots > kept_slots and free_blocks - blocks >= kept_blocks
 
     def gives_way(
-        self, holder: Member, slots: int, blocks: int, newcomer: Member, needed: int
+        self,
+        holder: Member,
+        slots: int,
+        blocks: int,
+        newcomer: Member,
+        more_blocks: int,
+        more_slots: int = 1,
     ) -> bool:
-        """Return whether a user gives up so much for a request that needs so many blocks."""
+        """Return whether a user gives up so much for a request that comes to hold so much more."""
         if holder is newcomer:
             return False
-        return self.share(holder, -slots, -blocks) >= self.share(newcomer, 1, needed)
+        return self.share(holder, -slots, -blocks) >= self.share(newcomer, more_slots, more_blocks)
 
     def _total_weight(self) -> float:
         if self._weight is None:
@@ -218,7 +224,13 @@ class FirstCome(FairShare):
         return True
 
     def gives_way(
-        self, holder: Member, slots: int, blocks: int, newcomer: Member, needed: int
+        self,
+        holder: Member,
+        slots: int,
+        blocks: int,
+        newcomer: Member,
+        more_blocks: int,
+        more_slots: int = 1,
     ) -> bool:
         """Return false."""
         return False

@@ -10,8 +10,8 @@ The rules, for a user with rate N and its theoretical arrival time TAT:
    it back would be new credit.
 5. A user may be forgotten when its TAT lies in the past: it cannot be told from a new one.
 6. The burst is the user's own, or a least one that is set for all if that is longer.
-7. A step that charges the same as the last one, all of which has drained, is booked when somebody
-   asks for one of its accounts: it costs the same for a thousand users as for one.
+7. A step that repeats the charges of the last one, all of which have drained, is booked when
+   somebody asks for one of its accounts: it costs the same for a thousand users as for one.
 
 Hence, in every window of W seconds, tokens taken and not refunded ≤ (W + burst) × N + 1, with the
 longest burst that was in force.
@@ -131,6 +131,25 @@ class OutputRateLimiter:
         self._open_steps[self._step] = None
         return self._step
 
+    def repeat(self, tokens_of: Mapping[Account, int], now_ns: int) -> int | None:
+        """Open a step and take the tokens that `take_granted` took in the last one.
+
+        Args:
+            tokens_of: What it took, the same object.
+            now_ns: The instant of the step.
+
+        Returns:
+            The step's number, or `None` if the charges may not repeat: no step was opened then,
+            and `begin_step` and `take_granted` are to be called.
+        """
+        if tokens_of is not self._repeated or now_ns - self._repeated_ns < self._drain_ns:
+            return None
+        self._step = self._repeated_in = step = self._step + 1
+        self._now_ns = self._repeated_ns = now_ns
+        self._is_booked = False
+        self._open_steps[step] = None
+        return step
+
     def end_step(self, step: int) -> None:
         """Close a step: none of its charges will be refunded any more."""
         del self._open_steps[step]
@@ -156,7 +175,7 @@ class OutputRateLimiter:
         """Take tokens that were seen to be available from several accounts at once.
 
         Args:
-            tokens_of: The tokens by account; the same object only as long as it says the same.
+            tokens_of: The tokens by account; it must not be changed afterwards.
             per_request_tokens: What a request may take in a step.
 
         Returns:
@@ -167,9 +186,6 @@ class OutputRateLimiter:
         """
         step, now_ns, least_burst_ns = self._step, self._now_ns, self.least_burst_ns
         nearly_spent: list[Account] = []
-        if tokens_of is self._repeated and now_ns - self._repeated_ns >= self._drain_ns:
-            self._repeated_in, self._repeated_ns, self._is_booked = step, now_ns, False
-            return nearly_spent
         self._book_repeated()
         has_drained = True
         for account, tokens in tokens_of.items():

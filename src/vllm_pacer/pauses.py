@@ -25,13 +25,14 @@ R = TypeVar("R", bound=Hashable)
 class User(Generic[R]):
     """A user with live requests; `paused` holds its paused ones by priority class."""
 
-    __slots__ = ("account", "member", "one_token", "owed_tokens", "paused")
+    __slots__ = ("account", "loads", "member", "one_token", "owed_tokens", "paused")
 
     def __init__(self, account: Account, member: Member) -> None:
         self.account = account
         self.member = member
         self.one_token = account, 1  # the charge of a decode step, made once
         self.paused: dict[int, deque[R]] = {}
+        self.loads = 0  # its requests that hold KV blocks, and need a token to be let in
         self.owed_tokens = 0  # what its requests outside may take before its paused ones
 
     def first_paused(self, count: int) -> dict[int, int]:

@@ -34,9 +34,9 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
         [DEFAULT, "1", "--max-num-seqs", "8", "--max-num-active-seqs", "9"],
         ["max_num_active_seqs", "max_num_seqs"],
     ),
-    "offloading": (
-        [DEFAULT, "1", "--kv-offloading-size", "1"],
-        ["vllm-pacer cannot limit", "--kv-offloading-size", "leave it out"],
+    "prefill interval": (
+        [DEFAULT, "1", "--prefill-schedule-interval", "2"],
+        ["vllm-pacer cannot limit", "--prefill-schedule-interval > 1", "leave it out"],
     ),
     "data parallel": (
         [DEFAULT, "1", "--data-parallel-size", "2"],

@@ -17,21 +17,31 @@ class BedConnector(KVConnectorBase_V1):
     """The scheduler's side: it loads `external_tokens` of a prompt, if a request asks for that.
 
     A request asks with `kv_transfer_params`: `{"tokens": 30, "is_async": True}`. What is loaded
-    asynchronously is there when `Bed` says so.
+    asynchronously is there when `Bed` says so. With `{"undecided": 3}` it has to ask so often
+    before it is told how much there is.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loading: list[str] = []
+        self.broken: set[str] = set()  # requests whose loads fail
+        self._has_loaded: set[str] = set()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return what there is beyond what is cached here."""
         params = request.kv_transfer_params or {}
+        if params.get("undecided", 0):
+            params["undecided"] -= 1
+            return None, False
         tokens = min(params.get("tokens", 0), request.num_prompt_tokens) - num_computed_tokens
         # The last position of the prompt is computed here: its token is sampled.
         is_async = params.get("is_async", False)
+        if request.request_id in self.broken & self._has_loaded:
+            return 0, False  # it is not tried again
+        if request.num_tokens == 1:
+            return 0, False  # vLLM would load it again and again
         tokens = min(tokens, request.num_tokens - (not is_async) - num_computed_tokens)
         return max(tokens, 0), is_async and tokens > 0
 
@@ -41,6 +51,7 @@ class BedConnector(KVConnectorBase_V1):
         """Note that a load begins."""
         if num_external_tokens and request.kv_transfer_params["is_async"]:
             self.loading.append(request.request_id)
+            self._has_loaded.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Say nothing to the workers."""

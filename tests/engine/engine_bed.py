@@ -399,7 +399,8 @@ class ScriptedExecutor(Executor):
         loaded = {each for each, at_ns in self._loaded_ns.items() if at_ns <= now_ns}
         for each in loaded:
             del self._loaded_ns[each]
-        return KVConnectorOutput(finished_recving=loaded)
+        failed = loaded & self.connector.broken
+        return KVConnectorOutput(finished_recving=loaded, failed_recving=failed)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Return the tokens of the step that was computed last."""
@@ -499,6 +500,7 @@ class Bed:
             fairness=fairness,
         )
         self.scripts: dict[str, Script] = {}
+        self.delivered_elsewhere: set[str] = set()  # requests: nobody is charged for those
         self.requests: dict[str, Request] = {}
         self.users: dict[str, None] = {}  # in the order in which they came
         self.answers: dict[str, list[int]] = {}
@@ -537,6 +539,7 @@ class Bed:
                 pacing=self.pacing,
                 clock=self.clock,
             )
+        self.load_ns = (load_ms or 0) * NS_PER_MS
         self.pipeline = pipeline
         self.layer_groups = layer_groups(layers)
         self.max_loras = max_loras
@@ -555,7 +558,7 @@ class Bed:
                 "num_drafts": drafts,
                 "on_dispatch": staticmethod(self._note_dispatch),
                 "observers": self.observers,
-                "load_ns": (load_ms or 0) * NS_PER_MS,
+                "load_ns": self.load_ns,
             },
         )
         self.core = EngineCore(config, executor_class, log_stats=False)
@@ -595,6 +598,9 @@ class Bed:
         grammar_ms: int | None = None,
         images: Sequence[tuple[int, int, str]] = (),
         loads: tuple[int, bool] | None = None,
+        load_fails: bool = False,
+        undecided: int = 0,
+        for_another_engine: bool = False,
         request_id: str | None = None,
         params: SamplingParams | None = None,
     ) -> str:
@@ -610,6 +616,9 @@ class Bed:
             grammar_ms: How long its grammar is being compiled; `None` for free text.
             loads: How much of its prompt is loaded from elsewhere: tokens, and whether the engine
                 goes on meanwhile.
+            load_fails: Whether the load turns out to have failed, so the prompt is computed here.
+            undecided: How often the connector has to be asked what can be loaded.
+            for_another_engine: Whether another engine goes on with the request, after one token.
             images: What in its prompt stands for images: offset, length and name of each.
             request_id: Its id.
             params: Sampling parameters in the place of those that follow from the rest.
@@ -639,6 +648,14 @@ class Bed:
         )
         if loads is not None:
             request.kv_transfer_params = {"tokens": loads[0], "is_async": loads[1]}
+        if undecided:
+            request.kv_transfer_params = {"undecided": undecided}
+        if load_fails:
+            self.scheduler.connector.broken.add(request_id)
+        if for_another_engine:
+            request.kv_transfer_params = {"do_remote_decode": True}
+            if self._paced and request.max_tokens == 1:
+                self.delivered_elsewhere.add(request_id)
         self.scripts[request_id] = script = Script(user or ANONYMOUS_USER, tokens, ends_with)
         self.users[script.user] = None
         self.requests[request_id] = request
@@ -677,6 +694,11 @@ class Bed:
     def is_paused(self, request_id: str) -> bool:
         """Return whether a request is paused."""
         return self.requests[request_id] in self.scheduler._pauses.requests
+
+    def is_loaded(self, request_id: str) -> bool:
+        """Return whether a request's prompt, or some of it, is loaded while the engine goes on."""
+        params = self.requests[request_id].kv_transfer_params or {}
+        return params.get("is_async", False)
 
     def residents(self) -> list[str]:
         """Return the resident requests in the scheduler's order."""
@@ -755,15 +777,16 @@ class Bed:
         tokens: Counter[str] = Counter()
         for step in self._in_flight:
             for request_id, most in step.sampled.items():
-                tokens[self.user_of(request_id)] += most
+                if request_id not in self.delivered_elsewhere:
+                    tokens[self.user_of(request_id)] += most
         return tokens
 
     def _watch_limiter(self) -> None:
         if not self._paced:
             return
         limiter, ledger, books = self.scheduler._limiter, self.scheduler._ledger, self.books
-        take_granted, give_back = limiter.take_granted, limiter.give_back
-        dispatch = ledger.dispatch
+        take_granted, repeat = limiter.take_granted, limiter.repeat
+        give_back, dispatch = limiter.give_back, ledger.dispatch
 
         def counted_dispatch(step: int, charges: Any, flight: object) -> None:
             for account, tokens in charges.by_request.values():
@@ -776,6 +799,13 @@ class Bed:
                 books.taken[account.user] += tokens
             return take_granted(tokens_of, *args)
 
+        def counted_repeat(tokens_of: Any, now_ns: int) -> Any:
+            step = repeat(tokens_of, now_ns)
+            if step is not None:
+                for account, tokens in tokens_of.items():
+                    books.taken[account.user] += tokens
+            return step
+
         def counted_give_back(account: Any, step: int, now_ns: int, tokens: int = 1) -> None:
             give_back(account, step, now_ns, tokens)
             books.given_back[account.user] += tokens
@@ -786,7 +816,8 @@ class Bed:
             self.longest_burst_ns = max(self.longest_burst_ns, least_ns)
             set_least_burst(least_ns)
 
-        limiter.take_granted, limiter.give_back = counted_take, counted_give_back
+        limiter.take_granted, limiter.repeat = counted_take, counted_repeat
+        limiter.give_back = counted_give_back
         limiter.set_least_burst = noted_least_burst
         ledger.dispatch = counted_dispatch
 
@@ -799,6 +830,8 @@ class Bed:
             for step in self._in_flight:
                 for request_id in live:
                     tokens = step.sampled.pop(request_id, 0)
+                    if request_id in self.delivered_elsewhere:
+                        continue
                     user = self.user_of(request_id)
                     self.books.aborted_in_flight[user] += tokens
                     self.kept_stamps.setdefault(user, []).extend([step.at_ns] * tokens)
@@ -824,7 +857,8 @@ class Bed:
                 for token in each.new_token_ids:
                     assert token == script.token(len(answer)), f"{each.request_id} went astray"
                     answer.append(token)
-                    self.books.delivered[script.user] += 1
+                    if each.request_id not in self.delivered_elsewhere:
+                        self.books.delivered[script.user] += 1
                     emitted[each.request_id] += 1
                 if each.finish_reason is not None:
                     self.finished[each.request_id] = each.finish_reason
@@ -835,6 +869,8 @@ class Bed:
             step = self._in_flight.pop(0)
             for request_id, tokens in emitted.items():
                 assert tokens <= step.sampled[request_id], "more tokens than were charged"
+                if request_id in self.delivered_elsewhere:
+                    continue
                 stamps = self.kept_stamps.setdefault(self.user_of(request_id), [])
                 stamps += [step.at_ns] * tokens
 
@@ -903,7 +939,9 @@ class Bed:
             return
         scheduler.update_from_output(scheduler.schedule(), EMPTY_MODEL_RUNNER_OUTPUT)
         assert not scheduler._users
-        assert not scheduler._user_of
+        assert not scheduler._owner_of
+        assert not scheduler._payer_of
+        assert not scheduler._loads
         assert scheduler._pauses.next_wake_ns() is None
         assert _held_by(scheduler._pauses) == {}
         assert _held_by(scheduler._ledger) == {}
@@ -928,7 +966,8 @@ class Bed:
         stamps = list(self.kept_stamps.get(user, []))
         for step in self._in_flight:
             for request_id, tokens in step.sampled.items():
-                stamps += [step.at_ns] * tokens * (self.user_of(request_id) == user)
+                is_paid = request_id not in self.delivered_elsewhere
+                stamps += [step.at_ns] * tokens * (is_paid and self.user_of(request_id) == user)
         return sorted(stamps)
 
     def dispatched_ms(self, user: str) -> list[float]:
@@ -1086,7 +1125,9 @@ def _vllm_config(
         cache_config=cache_config,
         scheduler_config=scheduler_config,
         parallel_config=ParallelConfig(pipeline_parallel_size=pipeline),
-        kv_transfer_config=KVTransferConfig(kv_connector=BED_CONNECTOR, kv_role="kv_both")
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=BED_CONNECTOR, kv_role="kv_both", kv_load_failure_policy="recompute"
+        )
         if has_connector
         else None,
         lora_config=max_loras and LoRAConfig(max_loras=max_loras, max_lora_rank=8),

@@ -153,14 +153,15 @@ class SharingLaws:
             if scheduler.policy == SchedulingPolicy.PRIORITY:
                 assert victim.priority >= request.priority, "a better class gives way"
             if self.share(holder, without=gone) < self.share(newcomer, plus=request):
-                owner = scheduler._user_of[victim]
-                assert not user.member.slots, f"{holder} trades places for nothing"
+                owner = scheduler._owner_of[victim]
+                holds_more = user.member.slots > (request in scheduler._holdings._blocks_of)
+                assert not holds_more, f"{holder} trades places for nothing"
                 assert tokens_left(owner) <= 0, f"{holder} gives way with tokens left"
 
     def share(
         self, user: str, without: set[Request] | None = None, plus: Request | None = None
     ) -> Fraction:
-        """Return a user's share, without some of its residents, or with one more."""
+        """Return a user's share, without some of its residents, or with one more, or one whole."""
         scheduler = self._scheduler
         holdings = scheduler._holdings
         slots = blocks = 0
@@ -168,7 +169,8 @@ class SharingLaws:
             if self._bed.user_of(request.request_id) == user and request not in (without or ()):
                 slots, blocks = slots + 1, blocks + count
         if plus is not None:
-            slots, blocks = slots + 1, blocks + holdings.blocks(plus.num_tokens)
+            slots += plus not in holdings._blocks_of
+            blocks += holdings.blocks(plus.num_tokens) - holdings.held(plus)
         all_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         part = max(Fraction(slots, scheduler.max_num_running_reqs), Fraction(blocks, all_blocks))
         return part / self._bed.pacing.weights.get(user, 1)
@@ -202,7 +204,7 @@ class SharingLaws:
         if any(scheduler._missing_blocks(each) > 0 for each in waiting):
             return None  # who does not fit holds up whoever comes later
         ready_ns = (
-            scheduler._limiter.account_ready_at_ns(scheduler._user_of[each].account)
+            scheduler._limiter.account_ready_at_ns(scheduler._owner_of[each].account)
             for each in waiting
             if self._bed.user_of(each.request_id) not in residents
         )

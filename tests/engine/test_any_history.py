@@ -7,6 +7,7 @@ How soon is a law too, `Drain.longest_ns`. Once nobody arrives any more, a user 
 after no more than
 
 * the time until the last grammar is compiled,
+* the time in which all prompts that come from elsewhere are loaded, one after another,
 * the time that its own quota takes for the tokens that it lacks,
 * the steps of everybody's work, or fewer where its weight gives it positions in them, and
 * the time that the quotas of others take, where it may have to wait for what they hold: with
@@ -58,6 +59,8 @@ class Drain:
         self.is_priority = is_priority
         self.start_ns = bed.now_ns
         self.compiling_ns = max(bed.last_grammar_ns - bed.now_ns, 0)
+        # A load is seen to have ended by a step after it.
+        self.load_ns = bed.load_ns + (bed.pipeline + 2) * self.step_ns
         self.first_step, self.first_nap = len(bed.steps), bed.naps
         self.earlier_preemptions = bed.laws.preemptions.copy()
         self.chunk = budget - MOST_ACTIVE  # what decodes leave of a step to prompts, at least
@@ -96,6 +99,11 @@ class Drain:
         """Return how often requests are sampled, at most: in vain once at every end."""
         return sum(self.tokens[each] + self.starts(each) + 1 for each in request_ids)
 
+    def loading_ns(self) -> int:
+        """Return the longest time in which somebody's KV blocks are being loaded."""
+        loads = sum(self.starts(each) for each in self.live if self.bed.is_loaded(each))
+        return loads * self.load_ns
+
     def prompt_steps(self) -> int:
         """Return how many steps compute a chunk of a prompt, at most."""
         return sum(
@@ -110,7 +118,8 @@ class Drain:
         most = self.samples(self.live) + self.prompt_steps()
         assert len(computed) <= most, "steps for nothing"
         # A pipeline is looked at once per stage while a request is on its way through it.
-        most_naps = most * self.bed.pipeline + ceil(self.compiling_ns / NS_PER_MS)
+        awaited_ns = self.compiling_ns + self.loading_ns()
+        most_naps = most * self.bed.pipeline + ceil(awaited_ns / NS_PER_MS)
         assert naps <= most_naps, "looking for work for nothing"
         in_flight = self.bed.pipeline + 1
         return (len(computed) + in_flight) * self.step_ns + naps * NS_PER_MS
@@ -124,7 +133,7 @@ class Drain:
 
     def longest_ns(self, user: str, busy_ns: int) -> int:
         """Return the time in which everything of a user must have ended."""
-        own_ns = self.compiling_ns + self.quota_ns(user, self.of(user))
+        own_ns = self.compiling_ns + self.loading_ns() + self.quota_ns(user, self.of(user))
         if self.finds_position(user):
             busy_ns = min(busy_ns, self.round_ns() * self.steps_by_weight(user))
         others_ns = sum(
@@ -205,6 +214,7 @@ class AnyHistory(RuleBasedStateMachine):
         drafts_and_stages=st.sampled_from([(0, 1), (1, 1), (4, 1), (0, 2), (0, 3)]),
         layers=st.just("full") | st.sampled_from(DECODERS),
         max_loras=st.sampled_from([None, None, 1, 2]),
+        load_ms=st.sampled_from([None, None, 1, 80]),
         fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
@@ -218,6 +228,7 @@ class AnyHistory(RuleBasedStateMachine):
         chunked_prefill: bool,
         drafts_and_stages: tuple[int, int],
         layers: str,
+        load_ms: int | None,
         **kwargs: Any,
     ) -> None:
         """Build an engine core, small enough for everything to run short."""
@@ -235,6 +246,7 @@ class AnyHistory(RuleBasedStateMachine):
             pipeline=drafts_and_stages[1],
             block_size=BLOCK_SIZE,
             layers=layers,
+            load_ms=load_ms if layers in ("full", "latent") else None,
             num_blocks=(num_blocks or max_num_seqs * (MOST_BLOCKS + 1) + 1) * layer_groups(layers),
             **kwargs,
         )
@@ -248,16 +260,28 @@ class AnyHistory(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         adapter=st.none() | st.integers(1, 3),
         grammar_ms=st.none() | st.none() | st.sampled_from([0, 10, 200]),
+        loads=st.none() | st.tuples(st.integers(1, MOST_PROMPT + len(PREFIX)), st.booleans()),
+        load_fails=st.booleans(),
         count=st.integers(1, 4),
     )
     def arrive(
-        self, prompt: int, shares_prefix: bool, adapter: int | None, count: int, **kwargs: Any
+        self,
+        prompt: int,
+        shares_prefix: bool,
+        adapter: int | None,
+        loads: tuple[int, bool] | None,
+        load_fails: bool,
+        count: int,
+        **kwargs: Any,
     ) -> None:
-        """Some requests arrive, perhaps with a prefix that is cached."""
+        """Some requests arrive, perhaps with a prefix that is cached, here or elsewhere."""
+        has_connector = self.bed.scheduler.connector is not None
         for _ in range(count):
             self.bed.add(
                 prompt=[*PREFIX, *range(50, 50 + prompt)] if shares_prefix else prompt,
                 adapter=adapter if self.bed.max_loras else None,
+                loads=loads if has_connector else None,
+                load_fails=load_fails and has_connector,
                 **kwargs,
             )
 
@@ -291,6 +315,8 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(reset_running=st.booleans())
     def reset_prefix_cache(self, reset_running: bool) -> None:
         """Somebody resets the prefix cache, perhaps under running requests."""
+        # Under a connector vLLM cannot do it while blocks may be written to.
+        reset_running = reset_running and self.bed.scheduler.connector is None
         self.bed.core.reset_prefix_cache(reset_running_requests=reset_running)
         self.bed.check()
 

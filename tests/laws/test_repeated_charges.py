@@ -28,8 +28,16 @@ def at_hand(limiter: OutputRateLimiter, user: str) -> Account:
     return limiter._accounts[user]
 
 
+def charge(limiter: OutputRateLimiter, tokens_of: Mapping[Account, int], now_ns: int) -> list[str]:
+    """Charge a step, by repetition if that is possible; return the users that run low."""
+    if limiter.repeat(tokens_of, now_ns) is not None:
+        return []
+    limiter.begin_step(now_ns)
+    return [account.user for account in limiter.take_granted(tokens_of)]
+
+
 class RepeatedCharges(RuleBasedStateMachine):
-    """Two limiters are asked the same; one is given the same object for the same charges."""
+    """Two limiters are asked the same; one repeats charges where it can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +69,11 @@ class RepeatedCharges(RuleBasedStateMachine):
         """Steps charge the same, once or a few times."""
         for _ in range(times):
             self.now_ns += gap_ns
-            self._both(lambda limiter: limiter.begin_step(self.now_ns))
+            low = charge(self.shared, self.mappings[index], self.now_ns)
             self.open_steps.append(self.shared._step)
-            names = [account.user for account in self.shared.take_granted(self.mappings[index])]
+            assert self.copied.begin_step(self.now_ns) == self.shared._step
             copy = self._of(self.copied, CHARGES[index])
-            assert [account.user for account in self.copied.take_granted(copy)] == names
+            assert [account.user for account in self.copied.take_granted(copy)] == low
             if len(self.open_steps) > STEPS_IN_FLIGHT:
                 step = self.open_steps.popleft()
                 self._both(lambda limiter, step=step: limiter.end_step(step))
@@ -199,8 +207,7 @@ def test_whoever_asks_sees_what_was_charged(ask: Callable[[OutputRateLimiter], o
         tokens_of = {limiter.account("a"): 1}
         at_hand(limiter, "a").requests = 1
         for now_ns in (0, 100 * MS):
-            limiter.begin_step(now_ns)
-            limiter.take_granted(tokens_of if is_shared else {**tokens_of})
+            charge(limiter, tokens_of if is_shared else {**tokens_of}, now_ns)
         assert (at_hand(limiter, "a").step == 1) == is_shared
         answer = ask(limiter)
         named = [each.user for each in limiter.take_granted({**tokens_of})]
@@ -214,11 +221,9 @@ def test_a_user_with_more_requests_is_not_charged_as_before() -> None:
     limiter = OutputRateLimiter(QUOTAS.get)
     tokens_of = {limiter.account("a"): 1}
     for number in range(3):
-        limiter.begin_step(number * 100 * MS)
-        assert limiter.take_granted(tokens_of) == []
+        assert charge(limiter, tokens_of, number * 100 * MS) == []
     limiter.account("a").requests = MOST_REQUESTS
-    limiter.begin_step(300 * MS)
-    assert limiter.take_granted(tokens_of) == [*tokens_of]
+    assert charge(limiter, tokens_of, 300 * MS) == ["a"]
 
 
 def test_a_user_that_runs_low_is_named_in_every_step() -> None:
@@ -227,5 +232,16 @@ def test_a_user_that_runs_low_is_named_in_every_step() -> None:
     tokens_of = {limiter.account("a"): 1}
     limiter.account("a").requests = MOST_REQUESTS
     for number in range(3):
-        limiter.begin_step(number * 100 * MS)
-        assert limiter.take_granted(tokens_of) == [*tokens_of]
+        assert charge(limiter, tokens_of, number * 100 * MS) == ["a"]
+
+
+def test_a_step_too_early_to_repeat_is_not_opened() -> None:
+    """As long as the last charges have not drained, the caller has to look: no step is open."""
+    limiter = OutputRateLimiter(QUOTAS.get)
+    tokens_of = {limiter.account("a"): 1}
+    assert charge(limiter, tokens_of, 0) == []
+    assert limiter.repeat(tokens_of, 100 * MS - 1) is None
+    assert limiter.repeat({**tokens_of}, 100 * MS) is None
+    assert [*limiter._open_steps] == [1]
+    assert limiter.repeat(tokens_of, 100 * MS) == 2
+    assert [*limiter._open_steps] == [1, 2]

@@ -97,7 +97,7 @@ def _with_limits(ours: type[PacedScheduler], pacing: Any) -> type[PacedScheduler
             with (
                 patch.object(Scheduler, "__init__"),
                 patch.object(AsyncScheduler, "__init__"),
-                patch("vllm_pacer.engine.sharing.check_scheduler_attributes"),
+                patch("vllm_pacer.engine.admission.check_scheduler_attributes"),
                 patch.object(ours, "_block_groups", return_value=[]),
                 patch.object(ours, "_draft_reach_tokens", return_value=0),
             ):

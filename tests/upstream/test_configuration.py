@@ -242,11 +242,6 @@ def test_arguments_can_make_several_configurations() -> None:
 
 # --- refusals -----------------------------------------------------------------------------------
 
-KV_CONNECTOR = {
-    "kv_connector": "ExampleConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"shared_storage_path": "unused"},
-}
 EC_CONNECTOR = {
     "ec_connector": "ECExampleConnector",
     "ec_role": "ec_both",
@@ -264,8 +259,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--distributed-executor-backend external_launcher": {
         "distributed_executor_backend": "external_launcher"
     },
-    "--kv-transfer-config": {"kv_transfer_config": KV_CONNECTOR},
-    "--kv-offloading-size": {"kv_offloading_size": 1.0},
     "--ec-transfer-config": {"ec_transfer_config": EC_CONNECTOR},
     "--prefill-schedule-interval > 1": {"prefill_schedule_interval": 2},
 }
@@ -421,8 +414,8 @@ def test_drafts_with_states_are_refused_on_the_first_model_runner(
 def test_all_reasons_are_given_at_once() -> None:
     """Who has two settings to change need not find out one by one."""
     with pytest.raises(UnsupportedModeError) as error:
-        limited_config(kv_offloading_size=1.0, prefill_schedule_interval=2)
-    for setting in ("--kv-offloading-size", "--prefill-schedule-interval > 1"):
+        limited_config(ec_transfer_config=EC_CONNECTOR, prefill_schedule_interval=2)
+    for setting in ("--ec-transfer-config", "--prefill-schedule-interval > 1"):
         assert_explained(str(error.value), refusal(setting))
 
 

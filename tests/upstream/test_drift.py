@@ -24,9 +24,12 @@ from upstream_source import (
     statements_before,
 )
 from vllm.config import LoRAConfig, SchedulerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -153,6 +156,9 @@ def _owners() -> dict[str, object]:
         "KV_CACHE_SPEC": manager.kv_cache_spec,
         "BLOCK_POOL": scheduler.kv_cache_manager.block_pool,
         "REQUEST_QUEUE": scheduler.waiting,
+        "KV_CONNECTOR": KVConnectorBase_V1,
+        "KV_CACHE_BLOCKS": KVCacheBlocks(()),
+        "KV_CACHE_BLOCK": KVCacheBlock(0),
         "SAMPLING_PARAMS": new_request().sampling_params,
         "SCHEDULER_OUTPUT": SchedulerOutput.make_empty(),
         "CACHED_REQUEST_DATA": CachedRequestData.make_empty(),

@@ -82,6 +82,12 @@ class Run:
         """The names of the tests that passed."""
         return {name for name, outcome in self.outcomes.items() if outcome == "passed"}
 
+    def count(self, suite: str) -> str:
+        """Return how many tests of a suite passed, and of how many."""
+        prefix = f"tests.v1.{suite.removesuffix('.py').replace('/', '.')}"
+        own = [each for each in self.outcomes if each.startswith((f"{prefix}::", f"{prefix}."))]
+        return f"{len(self.passed.intersection(own))}/{len(own)}"
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
@@ -155,6 +161,8 @@ def test_no_test_that_passes_on_stock_is_lost(runs: dict[str, Run], variant: str
         f"{sum(ours.schedulers.values())} schedulers in {len(ours.schedulers)} tests charged "
         f"{ours.charged_tokens} tokens"
     )
+    for suite in SUITES:
+        print(f"  {suite}: stock {stock.count(suite)}, ours {ours.count(suite)}")
     assert ours.outcomes.keys() == stock.outcomes.keys()
     assert sorted(stock.passed - ours.passed) == [], ours.log[-8000:]
 

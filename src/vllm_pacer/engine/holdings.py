@@ -165,27 +165,37 @@ class Holdings:
     ) -> Iterator[Request]:
         """Iterate over those that give way to a waiting request, as if each had done so already.
 
-        A user that holds nothing at all takes turns with one whose tokens are used up. A request
+        A user that holds nothing else takes turns with one whose tokens are used up. A request
         that was displaced itself waits until its victim has earned its recomputation: else the two
         would compute whole contexts for a token each.
         """
         fair = self._fair
-        needed = self.blocks(request.num_tokens)
+        # One that holds KV blocks without a slot has been counted already.
+        is_counted = request in self._blocks_of
+        more_slots = 0 if is_counted else 1
+        more_blocks = self.blocks(request.num_tokens) - self.held(request)
         gone: dict[User[Request], tuple[int, int]] = {}
 
         def takes_turns(holder: User[Request]) -> bool:
             return (
-                not user.member.slots and fair.share(holder.member) > 0 and not tokens_left(holder)
+                user.member.slots == is_counted
+                and fair.share(holder.member) > 0
+                and not tokens_left(holder)
+            )
+
+        def gives_way(holder: User[Request], slots: int, blocks: int) -> bool:
+            return fair.gives_way(
+                holder.member, slots, blocks, user.member, more_blocks, more_slots
             )
 
         def may_give_way(holder: User[Request]) -> bool:
             # To look at all that a user has paused takes long: do not, if it will be for nothing.
-            return fair.gives_way(holder.member, 1, 0, user.member, needed) or takes_turns(holder)
+            return gives_way(holder, 1, 0) or takes_turns(holder)
 
         for holder, victim in self._in_order(self._class_of(request), may_give_way):
             slots, blocks = gone.get(holder, (0, 0))
             slots, blocks = slots + 1, blocks + self._blocks_of[victim]
-            if fair.gives_way(holder.member, slots, blocks, user.member, needed) or (
+            if gives_way(holder, slots, blocks) or (
                 takes_turns(holder)
                 and (not request.num_preemptions or self._has_earned_recomputation(victim))
             ):

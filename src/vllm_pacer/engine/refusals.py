@@ -119,6 +119,21 @@ SUPPORTED = (
         "tests/engine/test_images.py::test_a_recording_is_encoded_when_its_request_begins",
     ),
     Support(
+        "--kv-transfer-config: prompts that are loaded, before a step or while the engine goes on",
+        _SCHEDULER,
+        "tests/engine/test_connectors.py::test_a_user_gets_its_rate",
+    ),
+    Support(
+        "--kv-offloading-size",
+        _UPSTREAM,
+        "tests/upstream/test_suites.py::test_no_test_that_passes_on_stock_is_lost",
+    ),
+    Support(
+        "prefill and decode in different engines",
+        _SCHEDULER,
+        "tests/engine/test_connectors.py::test_a_prefill_for_another_engine_takes_no_token",
+    ),
+    Support(
         "steps longer than the burst",
         _SCHEDULER,
         "tests/engine/test_pacing.py::test_slow_steps_reach_the_rate",
@@ -137,6 +152,11 @@ SUPPORTED = (
         "several API servers (--api-server-count)",
         _SERVED,
         "tests/e2e/test_charges.py::test_charges_are_emitted_and_aborted_in_flight",
+    ),
+    Support(
+        "an engine that is paused and goes on, a prefix cache that is reset under running requests",
+        _SCHEDULER,
+        "tests/engine/test_any_history.py::test_any_history",
     ),
     Support(
         "streaming-input sessions",
@@ -209,18 +229,6 @@ REFUSALS = (
         "it does not generate token by token",
         _ANOTHER_MODEL,
         lambda config: config.model_config.is_diffusion,
-    ),
-    Refusal(
-        "--kv-transfer-config",
-        "what is loaded for the prompts of a user at its quota may hold all KV blocks",
-        "leave it out",
-        lambda config: config.kv_transfer_config is not None,
-    ),
-    Refusal(
-        "--kv-offloading-size",
-        "what is loaded for the prompts of a user at its quota may hold all KV blocks",
-        "leave it out",
-        lambda config: config.cache_config.kv_offloading_size is not None,
     ),
     Refusal(
         "--ec-transfer-config",

@@ -19,8 +19,8 @@ The rules:
    many steps are in flight when a charge is settled.
 
 Who is paused is in `Pauses`, what is charged and in flight in `Ledger`; who is watched and who came
-to its quota in the last step are fields of the scheduler. Who gets in, who gives way and who
-is computed is decided in `SharingScheduler`.
+to its quota in the last step are fields of the scheduler. Who gets in and who gives way is decided
+in `AdmittingScheduler`, who is computed in `SharingScheduler`.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pacer.charges import NO_CHARGES, Charges, Ledger
 from vllm_pacer.clock import NS_PER_SECOND, Clock
 from vllm_pacer.config import PacerConfig
-from vllm_pacer.engine.sharing import SharingScheduler, is_mid_prefill
+from vllm_pacer.engine.sharing import SharingScheduler
 from vllm_pacer.engine.snapshot import SnapshotWriter
 from vllm_pacer.limiter import Account
 from vllm_pacer.pauses import User
@@ -127,10 +127,12 @@ class PacedScheduler(SharingScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._repeated = {}
         self._pauses.drop(request)
-        user = self._user_of.pop(request, None)
+        user = self._owner_of.pop(request, None)
         if user is None:
             self._holdings.give_back(self._nobody, request)
         else:
+            self._end_load(user, request)
+            self._payer_of.pop(request, None)
             self._holdings.forget(user, request, self._now_ns)
             self._end_prefill(user, request)
             account = user.account
@@ -167,6 +169,14 @@ class PacedScheduler(SharingScheduler):
             self._pauses.drop(request)
             self._watch(self._owner(request))
 
+    def _take_back(self, user: User[Request], request: Request) -> None:
+        self._other_waits |= self.connector is not None  # which may want to be asked again
+        super()._take_back(user, request)
+
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> set[str]:
+        self._repeated = {}  # some that were sampled go back into their prompts
+        return super()._handle_invalid_blocks(*args, **kwargs)
+
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
@@ -182,32 +192,36 @@ class PacedScheduler(SharingScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Put together the next step from the requests whose users have quota."""
         self._now_ns = now_ns = self._clock.now_ns()
-        self._step = self._limiter.begin_step(now_ns)
         if len(self._limiter.users) > len(self._users):
             self._limiter.cleanup_idle_users()
         self._other_waits = self._was_held_back = False
         self._skipped_until_ns = None
         # Most steps have nothing to decide, and need not look any further.
-        is_calm = not (
+        if not (
             self._watched
             or self._pauses.requests
             or self.waiting.requests
+            or self.kv_holding_waiting
             or self._spent
             or self._prefills
             or self._adapters
             or self._shown
             or self._fair.keepers
             or len(self.running) > self._active_limit
-        )
-        if not is_calm:
-            self._decide(now_ns)
-        try:
+        ):
             output = super().schedule(*args, **kwargs)
-        finally:
-            if not is_calm:
+            if self._repeated and self._repeat(output, now_ns):
+                return output
+            self._step = self._limiter.begin_step(now_ns)
+        else:
+            self._step = self._limiter.begin_step(now_ns)
+            self._decide(now_ns)
+            try:
+                output = super().schedule(*args, **kwargs)
+            finally:
                 self._show_paused()
-        if not is_calm and (self._left_to_waiting or self._adapters):
-            self._note_vain_newcomers()
+            if self._left_to_waiting or self._adapters:
+                self._note_vain_newcomers()
         self._book(output, now_ns)
         return output
 
@@ -260,7 +274,8 @@ class PacedScheduler(SharingScheduler):
             running = running[: len(running) - len(pauses)]
         if self._spent:
             running = self._pause_spent(running)
-        if pauses or self.waiting.has_turns() or len(running) > self._active_limit:
+        is_awaited = self.waiting.has_turns() or self.kv_holding_waiting
+        if pauses or is_awaited or len(running) > self._active_limit:
             running = self._choose_active(running, now_ns)
         if self._prefills:
             running = self._hold_back_prefills(running)
@@ -315,15 +330,15 @@ class PacedScheduler(SharingScheduler):
         stay: list[Request] = []
         served: list[Request] = []
         for request in running:
-            user = self._user_of.get(request)
-            if user not in spent:
+            payer = self._payer_of.get(request)
+            if payer not in spent:
                 stay.append(request)
             elif request in refused:
-                self._pause(request, user)
-            elif is_mid_prefill(request):
-                stay.append(request)
-            else:
+                self._pause(request, payer)
+            elif self._needs_token(request):
                 served.append(request)
+            else:
+                stay.append(request)
         for request in served:
             self._pause(request, self._owner(request))
         spent.clear()
@@ -346,7 +361,7 @@ class PacedScheduler(SharingScheduler):
         num_tokens = request.num_tokens
         if num_computed_tokens + num_new_tokens < num_tokens or not num_new_tokens:
             return num_new_tokens
-        user = self._user_of.get(request)
+        user = self._payer_of.get(request)
         if user not in self._watched:
             return num_new_tokens
         if left := self._tokens_left(user):
@@ -382,8 +397,9 @@ class PacedScheduler(SharingScheduler):
             # A session's next input comes as a new request, which ends the rest anyway.
             self._other_waits |= request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
             return False
-        if not request.num_computed_tokens:
+        if request in self.waiting.requests:
             return True  # the queue offers only what may be admitted
+        # The others hold KV blocks, as after a load.
         if self._has_quota(request) or self._can_prefill_without_quota(request):
             return True
         # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
@@ -399,36 +415,67 @@ class PacedScheduler(SharingScheduler):
 
     # --- charges ----------------------------------------------------------------------------
 
+    def _repeat(self, output: SchedulerOutput, now_ns: int) -> bool:
+        """Book a step that schedules the same as the last one, if there is nothing else to it.
+
+        If that one sampled for all its requests, so does this.
+        """
+        if output.num_scheduled_tokens != self._repeated or output.scheduled_spec_decode_tokens:
+            return False
+        step = self._limiter.repeat(self._charges.by_account, now_ns)
+        if step is None:
+            return False
+        self._dispatch(step, self._charges, output, now_ns)
+        return True
+
+    def _dispatch(self, step: int, charges: Charges, output: SchedulerOutput, now_ns: int) -> None:
+        self._ledger.dispatch(step, charges, output)
+        busy_since_ns, self._busy_since_ns = self._busy_since_ns, now_ns
+        if busy_since_ns is not None and (
+            now_ns - busy_since_ns > self._slow_ns or self._slow_steps_ns
+        ):
+            self._note_step_time(now_ns - busy_since_ns)
+        self._quiet = False
+        if self._snapshot is not None:
+            self._write_snapshot(self._snapshot)
+
     def _book(self, output: SchedulerOutput, now_ns: int) -> None:
         if output.total_num_scheduled_tokens:
-            self._ledger.dispatch(self._step, self._charge(output), output)
-            busy_since_ns, self._busy_since_ns = self._busy_since_ns, now_ns
-            if busy_since_ns is not None and (
-                now_ns - busy_since_ns > self._slow_ns or self._slow_steps_ns
-            ):
-                self._note_step_time(now_ns - busy_since_ns)
-            self._quiet = False
+            self._dispatch(self._step, self._charge(output), output, now_ns)
         else:
             is_waiting = self._other_waits or self._was_held_back or self._refused
-            self._quiet = not (self._ledger.in_flight or is_waiting)
+            self._quiet = not (self._ledger.in_flight or is_waiting or self._awaits_connector())
             self._limiter.end_step(self._step)
             if not self._ledger.in_flight:
                 self._busy_since_ns = None
                 if self._slow_steps_ns:
                     self._note_step_time(0)  # there was time to spare
+            if self._snapshot is not None:
+                self._write_snapshot(self._snapshot)
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs or resumed or self._prefills:
             self._note_admissions(output)
-        if self._snapshot is not None:
-            self._write_snapshot(self._snapshot)
+
+    def _awaits_connector(self) -> bool:
+        """Whether a connector has work of which a step will say that it has ended."""
+        connector = self.connector
+        return connector is not None and (
+            self.has_finished_requests()  # which keep their blocks
+            or connector.has_pending_push_work()
+            or connector.has_pending_block_frees()
+            or any(
+                each.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                and each.request_id not in self.finished_recving_kv_req_ids
+                for each in self.kv_holding_waiting
+            )
+        )
 
     def _charge(self, output: SchedulerOutput) -> Charges:
         """Take the tokens that the step may emit from the users of its requests."""
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         if scheduled != self._repeated or drafts:
-            # Most steps schedule what the last one did. If that sampled for all, so does the next.
-            self._charges = charges = self._find_charges(output)
-            is_whole = len(charges.by_request) == len(scheduled)
+            self._charges = self._find_charges(output)
+            is_whole = len(self._charges.by_request) == len(scheduled)
             self._repeated = scheduled if is_whole and not drafts else {}
         charges = self._charges
         nearly_spent = self._limiter.take_granted(charges.by_account, self._most_tokens)
@@ -446,19 +493,24 @@ class PacedScheduler(SharingScheduler):
 
     def _find_charges(self, output: SchedulerOutput) -> Charges:
         """Charge a token for each request that the step samples for, and one for each draft."""
-        requests, user_of = self.requests, self._user_of
+        requests, payer_of = self.requests, self._payer_of
         by_request: dict[str, tuple[Account, int]] = {}
+        others_sample = False
         for request_id in output.num_scheduled_tokens:
             request = requests[request_id]
-            if not request.is_prefill_chunk and (user := user_of.get(request)) is not None:
-                by_request[request_id] = user.one_token
+            if not request.is_prefill_chunk:
+                payer = payer_of.get(request)
+                if payer is None:
+                    others_sample = True
+                else:
+                    by_request[request_id] = payer.one_token
         if drafts_of := output.scheduled_spec_decode_tokens:
             comes_in = {new.req_id for new in output.scheduled_new_reqs}
             comes_in |= output.scheduled_cached_reqs.resumed_req_ids
             for request_id in drafts_of.keys() & by_request.keys() - comes_in:
                 account, token = by_request[request_id]
                 by_request[request_id] = account, token + len(drafts_of[request_id])
-        return Charges(by_request)
+        return Charges(by_request, others_sample)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -123,7 +123,19 @@ SEAMS = (
         ("self, scheduler_output, model_runner_output",),
         "settling charges",
     ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._handle_invalid_blocks",
+        ("self, invalid_block_ids, num_scheduled_tokens",),
+        "noticing that prompts are to be computed again",
+    ),
     Seam(_SCHEDULER, "Scheduler.set_pause_state", ("self, pause_state",), "ending an idle wait"),
+    Seam(
+        _SCHEDULER,
+        "Scheduler.has_finished_requests",
+        ("self",),
+        "not waiting while a connector keeps the blocks of requests that have ended",
+    ),
     Seam(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager.allocate_slots",
@@ -135,6 +147,12 @@ SEAMS = (
         "KVCacheManager.get_computed_blocks",
         ("self, request", "self, request, max_cache_hit_length"),
         "recognising a prompt of which only the sampling position is left",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_blocks",
+        ("self, request_id",),
+        "knowing what a request that was loaded lacks",
     ),
     Seam("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",), "the same"),
     Seam(
@@ -213,6 +231,7 @@ SCHEDULER_ATTRIBUTES = (
 REQUEST_ATTRIBUTES = (
     "arrival_time",
     "is_prefill_chunk",
+    "kv_transfer_params",
     "lora_request",
     "max_tokens",
     "mm_features",
@@ -248,6 +267,9 @@ REQUEST_QUEUE_ATTRIBUTES = (
     "remove_requests",
 )
 """What vLLM asks its waiting queue, whose place ours takes."""
+KV_CONNECTOR_ATTRIBUTES = ("has_pending_block_frees", "has_pending_push_work")
+KV_CACHE_BLOCKS_ATTRIBUTES = ("blocks",)
+KV_CACHE_BLOCK_ATTRIBUTES = ("is_null",)
 SAMPLING_PARAMS_ATTRIBUTES = ("extra_args", "seed")
 SCHEDULER_OUTPUT_ATTRIBUTES = (
     "num_scheduled_tokens",
@@ -269,6 +291,7 @@ REQUEST_STATUS_ATTRIBUTES = (
     "PREEMPTED",
     "RUNNING",
     "WAITING",
+    "WAITING_FOR_REMOTE_KVS",
     "WAITING_FOR_STREAMING_REQ",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
 )

@@ -110,6 +110,7 @@ class Recorder:
         self._finish_requests = scheduler.finish_requests
         self._preempt_request = scheduler._preempt_request
         self._take_granted = scheduler._limiter.take_granted
+        self._repeat = scheduler._limiter.repeat
         self._give_back = scheduler._limiter.give_back
         self._dispatch = scheduler._ledger.dispatch
         scheduler.schedule = self.schedule
@@ -118,6 +119,7 @@ class Recorder:
         scheduler.finish_requests = self.finish_requests
         scheduler._preempt_request = self.preempt_request
         scheduler._limiter.take_granted = self.take_granted
+        scheduler._limiter.repeat = self.repeat
         scheduler._limiter.give_back = self.give_back
         scheduler._ledger.dispatch = self.dispatch
 
@@ -170,7 +172,7 @@ class Recorder:
     def add_request(self, request: Any) -> None:
         """A request arrives, with the user that the engine sees."""
         self._add_request(request)
-        user = self._scheduler._user_of.get(request)
+        user = self._scheduler._owner_of.get(request)
         name = user.account.user if user else None
         self._write(request=request.request_id, user=name, at_ns=time.monotonic_ns())
 
@@ -200,6 +202,14 @@ class Recorder:
         for account, tokens in tokens_of.items():
             self._taken[account.user] += tokens
         return self._take_granted(tokens_of, *args)
+
+    def repeat(self, tokens_of: Any, now_ns: int) -> Any:
+        """The charges of a step that are those of the last one; written with it."""
+        step = self._repeat(tokens_of, now_ns)
+        if step is not None:
+            for account, tokens in tokens_of.items():
+                self._taken[account.user] += tokens
+        return step
 
     def dispatch(self, step: int, charges: Any, flight: object) -> None:
         """The charges of users without a limit, for which the limiter is not asked."""
