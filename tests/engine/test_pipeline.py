@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 from engine_bed import Bed
+from vllm.v1.core.sched.interface import PauseState
 
 SECONDS = 20
 by_depth = pytest.mark.parametrize("pipeline", [2, 4])
@@ -35,6 +36,32 @@ def test_no_request_is_in_two_steps_at_once(pipeline: int) -> None:
         starts = [step.at_ns for step in bed.steps if request_id in step.sampled]
         assert len(starts) == 100
         assert all(b - a >= 30_000_000 for a, b in pairwise(starts))
+
+
+def test_the_engine_does_not_sleep_on_a_request_that_is_due_a_step_later() -> None:
+    """vLLM lets steps go by between two of a request; an empty one is no reason to wait."""
+    # A second prompt waits for blocks, and room is kept: so there is an instant to wait for.
+    bed = Bed(
+        is_async=True,
+        pipeline=2,
+        step_ms=10,
+        num_blocks=16,
+        block_size=4,
+        max_num_active_seqs=8,
+        max_num_batched_tokens=2048,
+        chunked_prefill=False,
+    )
+    bed.add("d", prompt=26, tokens=4)
+    bed.add("d", prompt=26, tokens=4)
+    bed.add("a", prompt=1, tokens=1)
+    for ms in (1, 1, 2):
+        bed.run(until_ms=bed.now_ms + ms)
+    for state in PauseState.PAUSED_ALL, PauseState.UNPAUSED:
+        bed.scheduler.set_pause_state(state)
+        bed.run(until_ms=bed.now_ms + 1)
+    assert bed.residents() == ["d-0"]
+    bed.run()
+    assert bed.now_ms < 200
 
 
 @by_depth

@@ -388,8 +388,8 @@ class AdmittingScheduler(Scheduler):
         kv_cache = self.kv_cache_manager
         blocks = self._holdings.blocks(request.num_tokens) + kv_cache.watermark_blocks
         if request not in self.waiting.requests:  # of a load it may hold only a part
-            own = chain.from_iterable(kv_cache.get_blocks(request.request_id).blocks)
-            blocks -= sum(not block.is_null for block in own)
+            for own in kv_cache.get_blocks(request.request_id).blocks:
+                blocks -= sum(not block.is_null for block in own)
         return blocks - kv_cache.block_pool.get_num_free_blocks()
 
     def _note_admissions(self, output: SchedulerOutput) -> None:

@@ -119,7 +119,12 @@ SUPPORTED = (
         "tests/engine/test_images.py::test_a_recording_is_encoded_when_its_request_begins",
     ),
     Support(
-        "--kv-transfer-config: prompts that are loaded, before a step or while the engine goes on",
+        "--kv-transfer-config, with prompts that are loaded while the engine goes on",
+        _SERVED,
+        "tests/e2e/test_kv_transfer.py::test_text_is_the_same",
+    ),
+    Support(
+        "--kv-transfer-config, with prompts that are loaded before a step",
         _SCHEDULER,
         "tests/engine/test_connectors.py::test_a_user_gets_its_rate",
     ),

@@ -83,7 +83,6 @@ class PacedScheduler(SharingScheduler):
         self._asked: dict[User[Request], int] = {}  # requests that were offered drafts
         self._is_guarding = False
         self._slots_held_in_queue = 0
-        self._was_held_back = False
 
         # What `running` was made of when it was last put together, to be taken again if unchanged.
         self._shown: list[Request] = []
@@ -194,7 +193,7 @@ class PacedScheduler(SharingScheduler):
         self._now_ns = now_ns = self._clock.now_ns()
         if len(self._limiter.users) > len(self._users):
             self._limiter.cleanup_idle_users()
-        self._other_waits = self._was_held_back = False
+        self._other_waits = False
         self._skipped_until_ns = None
         # Most steps have nothing to decide, and need not look any further.
         if not (
@@ -305,7 +304,6 @@ class PacedScheduler(SharingScheduler):
             self._promised.clear()
             self._promised_last = None
             self._asked.clear()
-        self._was_held_back = bool(self._held_back)
         if not self._is_hiding:
             if self._shown:
                 self._shown, self._shown_visible = [], []
@@ -443,8 +441,13 @@ class PacedScheduler(SharingScheduler):
         if output.total_num_scheduled_tokens:
             self._dispatch(self._step, self._charge(output), output, now_ns)
         else:
-            is_waiting = self._other_waits or self._was_held_back or self._refused
-            self._quiet = not (self._ledger.in_flight or is_waiting or self._awaits_connector())
+            self._quiet = not (
+                self._ledger.in_flight
+                or self._refused
+                or len(self.running) > len(self._pauses.requests)
+                or self._other_waits
+                or self._awaits_connector()
+            )
             self._limiter.end_step(self._step)
             if not self._ledger.in_flight:
                 self._busy_since_ns = None

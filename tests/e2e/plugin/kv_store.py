@@ -20,7 +20,6 @@ from vllm.v1.request import Request
 LOAD_SECONDS = 0.05
 
 _Prompt = tuple[int, ...]
-_stored: dict[_Prompt, list[torch.Tensor]] = {}  # scheduler and worker share a process
 
 
 @dataclass
@@ -47,7 +46,10 @@ class StoreConnector(KVConnectorBase_V1):
         self._num_blocks = kv_cache_config.num_blocks
         self._transfer = Transfer()
         self._is_loading: set[str] = set()
+        self._saving: dict[str, _Prompt] = {}
+        self._stored: set[_Prompt] = set()
         self._caches: list[torch.Tensor] = []
+        self._blocks: dict[_Prompt, list[torch.Tensor]] = {}
         self._loads_at: dict[str, tuple[float, _Prompt, list[int]]] = {}
         self._sent: set[str] = set()
 
@@ -63,7 +65,7 @@ class StoreConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         """Return how much of the prompt is stored beyond what is computed."""
         prompt = self._whole_blocks(request)
-        tokens = len(prompt) - num_computed_tokens if prompt in _stored else 0
+        tokens = len(prompt) - num_computed_tokens if prompt in self._stored else 0
         return max(tokens, 0), tokens > 0
 
     def update_state_after_alloc(
@@ -83,8 +85,10 @@ class StoreConnector(KVConnectorBase_V1):
         return StoreMetadata(transfer)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note what has been loaded."""
+        """Note what has been loaded and saved."""
         self._is_loading -= connector_output.finished_recving or set()
+        for request_id in connector_output.finished_sending or ():
+            self._stored.add(self._saving.pop(request_id))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -92,8 +96,10 @@ class StoreConnector(KVConnectorBase_V1):
         """Keep the blocks of a prompt that is not stored yet until the worker has copied them."""
         prompt = self._whole_blocks(request)
         is_computed = request.num_computed_tokens >= len(prompt) > 0
-        if not is_computed or request.request_id in self._is_loading or prompt in _stored:
+        is_known = prompt in self._stored or prompt in self._saving.values()
+        if not is_computed or request.request_id in self._is_loading or is_known:
             return False, None
+        self._saving[request.request_id] = prompt
         own = block_ids[: len(prompt) // self._block_size]
         self._transfer.saves[request.request_id] = prompt, own
         return True, None
@@ -113,7 +119,9 @@ class StoreConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StoreMetadata)
         for request_id, (prompt, blocks) in metadata.transfer.saves.items():
-            _stored[prompt] = [self._blocks_of(cache)[blocks].clone() for cache in self._caches]
+            self._blocks[prompt] = [
+                self._blocks_of(cache)[blocks].clone() for cache in self._caches
+            ]
             self._sent.add(request_id)
         for request_id, (prompt, blocks) in metadata.transfer.loads.items():
             self._loads_at[request_id] = time.monotonic() + LOAD_SECONDS, prompt, blocks
@@ -123,7 +131,7 @@ class StoreConnector(KVConnectorBase_V1):
         loaded = {*self._due()}
         for request_id in loaded:
             _, prompt, blocks = self._loads_at.pop(request_id)
-            for cache, stored in zip(self._caches, _stored[prompt], strict=True):
+            for cache, stored in zip(self._caches, self._blocks[prompt], strict=True):
                 self._blocks_of(cache)[blocks] = stored
         sent, self._sent = self._sent, set()
         return sent, loaded
