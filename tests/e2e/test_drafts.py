@@ -1,12 +1,11 @@
 """Speculative decoding, served: drafts are looked up in the prompt and in what was generated."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from served.client import Answer, Client, Prompt
+from served.client import Answer, Prompt, ask
 from served.rates import rate_of
 from served.record import Excerpt
 from served.server import API_SERVER, Server, launched, wait_until_ready
@@ -42,20 +41,13 @@ class Texts:
     excerpt: Excerpt
 
 
-async def _ask(url: str, user: str, prompts: list[Prompt], tokens: int) -> list[Answer]:
-    async with Client(url) as client:
-        return await asyncio.gather(
-            *(client.complete(user, prompt, tokens, ignore_eos=True) for prompt in prompts)
-        )
-
-
 @pytest.fixture(scope="module")
 def texts(server: Server) -> Texts:
     """Ask everything twice, all at once."""
     start = server.record.position()
-    free = asyncio.run(_ask(server.url, "free", PROMPTS, 60))
+    free = ask(server.url, "free", PROMPTS, 60)
     excerpt = server.record.settled_since(start)
-    return Texts(free, asyncio.run(_ask(server.url, "texts", PROMPTS, 60)), excerpt)
+    return Texts(free, ask(server.url, "texts", PROMPTS, 60), excerpt)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +55,7 @@ def run(server: Server) -> Excerpt:
     """What the engine did for a limited user with four streams."""
     start = server.record.position()
     prompts: list[Prompt] = [f"stream {index}" for index in range(STREAMS)]
-    asyncio.run(_ask(server.url, "limited", prompts, RATE * SECONDS // STREAMS))
+    ask(server.url, "limited", prompts, RATE * SECONDS // STREAMS)
     return server.record.settled_since(start)
 
 

@@ -3,13 +3,12 @@
 Prefix caching is off, so a prompt that comes again is loaded or computed.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from served.client import Answer, Client, Prompt
+from served.client import Answer, Prompt, ask
 from served.rates import rate_of
 from served.record import Excerpt
 from served.server import API_SERVER, Server, launched, wait_until_ready
@@ -56,13 +55,6 @@ class Texts:
     loaded_tokens: float
 
 
-async def _ask(url: str, user: str, prompts: list[Prompt], tokens: int) -> list[Answer]:
-    async with Client(url) as client:
-        return await asyncio.gather(
-            *(client.complete(user, prompt, tokens, ignore_eos=True) for prompt in prompts)
-        )
-
-
 def loaded_tokens(server: Server) -> float:
     """Return how many tokens of prompts have been loaded, by vLLM's own counter."""
     return sum(
@@ -76,7 +68,7 @@ def loaded_tokens(server: Server) -> float:
 def texts(server: Server) -> Texts:
     """Ask everything three times, all at once."""
     computed, loaded, limited = (
-        asyncio.run(_ask(server.url, user, PROMPTS, 40)) for user in ("free", "free", "texts")
+        ask(server.url, user, PROMPTS, 40) for user in ("free", "free", "texts")
     )
     return Texts(computed, loaded, limited, loaded_tokens(server))
 
@@ -85,7 +77,7 @@ def texts(server: Server) -> Texts:
 def run(server: Server, texts: Texts) -> Excerpt:
     """What the engine did for a limited user with four streams, whose prompts are loaded."""
     start = server.record.position()
-    asyncio.run(_ask(server.url, "limited", PROMPTS[:STREAMS], RATE * SECONDS // STREAMS))
+    ask(server.url, "limited", PROMPTS[:STREAMS], RATE * SECONDS // STREAMS)
     return server.record.settled_since(start)
 
 

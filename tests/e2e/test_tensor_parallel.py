@@ -1,11 +1,10 @@
 """Two workers that compute a step together: users get their rates, and the same texts."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 
 import pytest
-from served.client import Answer, Client
+from served.client import ask
 from served.rates import rate_of
 from served.record import Excerpt
 from served.server import API_SERVER, Server, launched, wait_until_ready
@@ -33,18 +32,11 @@ def server(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-async def _ask(url: str, user: str, prompts: tuple[str, ...], tokens: int) -> list[Answer]:
-    async with Client(url) as client:
-        return await asyncio.gather(
-            *(client.complete(user, prompt, tokens, ignore_eos=True) for prompt in prompts)
-        )
-
-
 @pytest.fixture(scope="module")
 def run(server: Server) -> Excerpt:
     """What the engine did for two streams of a limited user."""
     start = server.record.position()
-    asyncio.run(_ask(server.url, "limited", PROMPTS[:2], RATE * SECONDS // 2))
+    ask(server.url, "limited", PROMPTS[:2], RATE * SECONDS // 2)
     return server.record.settled_since(start)
 
 
@@ -62,7 +54,5 @@ def test_rate_is_the_limit(run: Excerpt) -> None:
 
 def test_text_is_the_same(server: Server) -> None:
     """At temperature 0 paused requests give the tokens of unlimited ones."""
-    free, limited = (
-        asyncio.run(_ask(server.url, user, PROMPTS, TEXT_TOKENS)) for user in ("free", "texts")
-    )
+    free, limited = (ask(server.url, user, PROMPTS, TEXT_TOKENS) for user in ("free", "texts"))
     assert [answer.token_ids for answer in limited] == [answer.token_ids for answer in free]

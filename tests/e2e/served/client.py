@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,18 @@ def _note(answer: Answer, chunk: dict[str, Any], now_ns: int) -> None:
         answer.arrivals_ns += [now_ns] * len(tokens)
         answer.text += choice["text"]
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+
+def ask(url: str, user: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+    """Ask for a completion of each prompt, all at once, that ends with its last token."""
+
+    async def ask_all() -> list[Answer]:
+        async with Client(url) as client:
+            return await asyncio.gather(
+                *(client.complete(user, prompt, tokens, ignore_eos=True) for prompt in prompts)
+            )
+
+    return asyncio.run(ask_all())
 
 
 def arrivals_of(answers: Iterable[Answer]) -> list[int]:
