@@ -237,6 +237,7 @@ class Worker:
 
     def _admit(self, request_id: str, prompt_tokens: int, tokens: int, computed: int) -> None:
         self._resident.discard(request_id)
+        self._last_step.discard(request_id)  # what was drafted for it is gone
         assert len(self._resident) < self._max_num_seqs, "no free slot"
         self._resident.add(request_id)
         self._contexts[request_id] = _Context(prompt_tokens, tokens, computed, [])

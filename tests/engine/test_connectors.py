@@ -150,13 +150,16 @@ def test_what_a_user_loads_does_not_keep_others_out(is_async: bool) -> None:
 @pytest.mark.parametrize("tokens", [16, 40])
 def test_what_failed_to_load_is_computed_when_there_is_quota(is_async: bool, tokens: int) -> None:
     """A prompt whose load failed waits for quota like any other, and blocks nobody."""
-    bed = Bed({"a": 1}, is_async=is_async, load_ms=LOAD_MS)
-    for _ in range(4):
+    # Whole prompts: one that may be computed in part needs no quota for that.
+    bed = Bed({"a": 1}, is_async=is_async, load_ms=LOAD_MS, chunked_prefill=False)
+    for _ in range(3):
         bed.add("a", prompt=40, tokens=2, loads=(tokens, True), load_fails=True)
-    bed.run(until_ms=400)
-    name = bed.add("b", prompt=40, tokens=3)
-    bed.run(until_ms=600)
-    assert name in bed.finished
+        bed.add("a", prompt=40, tokens=4)
+    for until_ms in range(500, 10_000, 500):
+        bed.run(until_ms=until_ms)
+        name = bed.add("b", prompt=40, tokens=3)
+        bed.run(until_ms=until_ms + 300)
+        assert name in bed.finished
     bed.run()
     bed.check_empty()
     bed.check_window_bound()
@@ -245,20 +248,23 @@ def test_what_is_loaded_gets_a_slot_that_was_taken_meanwhile(is_async: bool, fai
 
 def test_all_get_a_slot_beside_one_that_is_loaded(is_async: bool) -> None:
     """That a loaded request finds nobody to give way does not end the search for the others."""
+    holders = [f"u{number}" for number in range(7)]
     bed = Bed(
-        {**{f"u{number}": 0.1 for number in range(8)}, "b": 0.1},
+        dict.fromkeys(holders, 0.1),
         is_async=is_async,
         load_ms=LOAD_MS,
         max_num_seqs=8,
     )
+    bed.add("b", tokens=1000)
+    bed.step()
     loaded = bed.add("b", prompt=40, tokens=5, loads=(1000, True))
     bed.step()
-    for number in range(8):
-        bed.add(f"u{number}", tokens=50)
+    for user in holders:
+        bed.add(user, tokens=50)
     bed.run(until_ms=500)
     newcomer = bed.add("c", tokens=5)
+    assert not bed.answers[loaded]  # nobody trades places for nothing
     bed.run(until_ms=1500)
-    assert bed.answers[loaded]
     assert newcomer in bed.finished
 
 
