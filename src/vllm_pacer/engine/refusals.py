@@ -64,7 +64,7 @@ SUPPORTED = (
     Support(
         "chunked prefill, on or off",
         _SCHEDULER,
-        "tests/engine/test_like_stock.py::test_without_limits_every_step_is_stock",
+        "tests/engine/test_pacing.py::test_unchunked_prefill_waits_whole",
     ),
     Support("prefix caching", _SERVED, "tests/e2e/test_texts.py::test_text_is_the_same"),
     Support(
@@ -165,8 +165,9 @@ SUPPORTED = (
     ),
     Support(
         "streaming-input sessions",
-        _UPSTREAM,
-        "tests/upstream/test_suites.py::test_no_test_that_passes_on_stock_is_lost",
+        _SCHEDULER,
+        "tests/engine/test_sessions.py::"
+        "test_a_session_that_leaves_the_queue_and_comes_back_is_limited",
     ),
     Support(
         "a pooling model: nothing to limit",
