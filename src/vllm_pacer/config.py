@@ -42,6 +42,8 @@ _RATE_HELP = (
 )
 _IN_PYTHON = {"null": "None", "on or off": "True or False"}
 """What is written in Python for what is written in a flag or a file."""
+_AS_WRITTEN = {"got None;": "got null;", "got True;": "got true;", "got False;": "got false;"}
+"""What was written in a flag or a file, for what it became in Python."""
 _AS_TEXT = "text"
 """The context in which settings from a flag or a file are validated; without it, from Python."""
 
@@ -251,7 +253,7 @@ def _validated(data: object, source: str, context: str | None) -> PacerConfig:
     try:
         return PacerConfig.model_validate(data, context=context)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from None
+        raise ConfigError(_explain(error, source, context)) from None
 
 
 def config_from_flags(default: str | None, users: str | None, file: str | None) -> PacerConfig:
@@ -413,10 +415,13 @@ def _unknown_key(key: object) -> str:
     return f"unknown key {_shown(key)}; {hint}"
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def _explain(error: ValidationError, source: str, context: str | None) -> str:
     problems = []
     for each in error.errors():
         place = ".".join(str(part) for part in each["loc"])
         message = each["msg"].removeprefix("Value error, ")
+        if context == _AS_TEXT:
+            for in_python, written in _AS_WRITTEN.items():
+                message = message.replace(in_python, written)
         problems.append(f"{place}: {message}" if place else message)
     return f"{source}: " + "; ".join(problems)

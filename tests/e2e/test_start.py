@@ -20,7 +20,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "NaN": ([DEFAULT, "NaN"], [DEFAULT, "'NaN'", RATE_HELP]),
     "infinite": ([DEFAULT, "Infinity"], [DEFAULT, "'Infinity'", RATE_HELP]),
     "text": ([DEFAULT, "fast"], [DEFAULT, "'fast'", RATE_HELP]),
-    "boolean": ([DEFAULT, "true"], [DEFAULT, "got True", RATE_HELP]),
+    "boolean": ([DEFAULT, "true"], [DEFAULT, "got true", RATE_HELP]),
     "huge": ([DEFAULT, "1e99"], [DEFAULT, "got 1E+99", RATE_HELP]),
     "broken JSON": ([DEFAULT, "1", USERS, '{"a": 1'], [USERS, "not valid JSON", "for example"]),
     "list of users": ([DEFAULT, "1", USERS, "[1]"], [USERS, "write a mapping"]),
