@@ -111,3 +111,22 @@ def test_slots_never_overflow(is_async: bool, model: str) -> None:
 def _not_dispatched(bed: Bed) -> list[str]:
     """Return the residents that no step has computed since they became resident: none."""
     return [each for each in bed.residents() if not bed.steps_of(each)]
+
+
+def test_a_turn_that_a_parked_user_leaves_is_not_slept_through(is_async: bool) -> None:
+    """With one turn in a step, a better class without quota does not let the engine sleep."""
+    bed = Bed(
+        {"c": 0.25},
+        is_async=is_async,
+        step_ms=1,
+        max_num_seqs=2,
+        max_num_active_seqs=1,
+        policy="priority",
+    )
+    for _ in range(2):
+        bed.add("c", prompt=2, tokens=2, priority=1)
+    bed.run(until_ms=4)
+    name = bed.add("a", prompt=1, tokens=1, priority=1)
+    bed.add("c", prompt=1, tokens=1, priority=0)
+    bed.run(until_ms=20)
+    assert name in bed.finished

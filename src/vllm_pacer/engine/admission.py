@@ -103,6 +103,7 @@ class AdmittingScheduler(Scheduler):
         self._prefills: dict[User[Request], Request] = {}  # one in progress, if limited
         self._held_back: list[Request] = []
         self._is_hiding = False
+        self._other_waits = False  # for something else than quota
         self._claimed: dict[int, tuple[int, int]] | None = None  # by waiting users, if looked at
         self._next_time: set[User[Request]] = set()  # those that no position was left to
         self._no_newcomer_before: dict[User[Request], int] = {}  # step
@@ -343,6 +344,7 @@ class AdmittingScheduler(Scheduler):
             self._pauses.owe(user)
         next_token = self._promised.get(user, 0) + 1
         self.waiting.park(user, self._limiter.account_ready_at_ns(user.account, next_token))
+        self._other_waits = True  # its turn may be somebody else's now
         self._ignore_if_idle(user)
         return False
 

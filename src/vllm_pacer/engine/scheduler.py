@@ -92,7 +92,6 @@ class PacedScheduler(SharingScheduler):
         # For the wait while everybody is paused.
         self._quiet = False
         self._busy_since_ns: int | None = None
-        self._other_waits = False
         self._skipped_until_ns: int | None = None
 
         # What a step is charged that schedules the same as the last one.
