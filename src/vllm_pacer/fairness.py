@@ -41,7 +41,7 @@ class Member:
         self.name = name
         self.weight = weight
         self.is_present = False  # has live requests
-        self.slots = 0  # its residents
+        self.slots = 0  # its residents, and what is loaded to become one
         self.blocks = 0  # the KV blocks that they hold
         self.kept: deque[tuple[int, int]] = deque()  # (until_ns, blocks) per slot, oldest first
 

@@ -154,8 +154,12 @@ class SharingLaws:
                 assert victim.priority >= request.priority, "a better class gives way"
             if self.share(holder, without=gone) < self.share(newcomer, plus=request):
                 owner = scheduler._owner_of[victim]
-                holds_more = user.member.slots > (request in scheduler._holdings._blocks_of)
-                assert not holds_more, f"{holder} trades places for nothing"
+                seated = [
+                    each
+                    for each in scheduler._holdings._blocks_of.keys() - scheduler._loads
+                    if self._bed.user_of(each.request_id) == newcomer and each is not request
+                ]
+                assert not seated, f"{holder} trades places for nothing"
                 assert tokens_left(owner) <= 0, f"{holder} gives way with tokens left"
 
     def share(

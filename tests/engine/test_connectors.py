@@ -291,3 +291,63 @@ def test_what_is_loaded_gets_a_position_that_was_taken_meanwhile(
         bed.add(user, tokens=100_000)
     bed.run(until_ms=2000)
     assert name in bed.finished
+
+
+def test_what_is_loaded_wakes_the_engine_when_it_has_quota(is_async: bool) -> None:
+    """In a full house of paused requests the engine does not sleep until their next token."""
+    bed = Bed(
+        {"a": 0.01, "c": 0.01, "b": 5},
+        is_async=is_async,
+        load_ms=LOAD_MS,
+        burst_seconds=0.4,
+        max_num_seqs=2,
+    )
+    # While its prompt is loaded the user's other request takes all three tokens, and ends.
+    bed.add("b", tokens=3)
+    loaded = bed.add("b", prompt=40, tokens=2, loads=(1000, True))
+    bed.step()
+    bed.add("a", tokens=50)
+    bed.run(until_ms=89)
+    bed.add("c", tokens=50)
+    bed.run(until_ms=1500)
+    assert loaded in bed.finished
+
+
+def test_two_loaded_requests_of_one_user_take_turns_with_those_that_paused(is_async: bool) -> None:
+    """Whoever has only loaded requests has no slot yet, so somebody without a token gives way."""
+    bed = Bed(
+        dict.fromkeys("axy", 0.05),
+        is_async=is_async,
+        load_ms=LOAD_MS,
+        burst_seconds=20,
+        max_num_seqs=4,
+    )
+    for _ in range(2):
+        bed.add("a", tokens=50)
+    bed.run(until_ms=200)
+    loaded = [bed.add("b", prompt=40, tokens=5, loads=(1000, True)) for _ in range(2)]
+    bed.step()
+    for user in "xy":
+        bed.add(user, tokens=50)
+    bed.run(until_ms=2000)
+    assert bed.finished.keys() >= {*loaded}
+
+
+def test_a_load_gets_room_beside_what_is_reserved(is_async: bool) -> None:
+    """Paused requests give way to a load where vLLM keeps free blocks for a prompt in progress."""
+    bed = Bed(
+        {"a": 0.05, "c": 0.05},
+        is_async=is_async,
+        load_ms=LOAD_MS,
+        burst_seconds=20,
+        num_blocks=41,
+    )
+    bed.add("a", prompt=200, tokens=50)
+    bed.run(until_ms=200)
+    # A prompt of which a part is loaded, whose user has spent its tokens meanwhile.
+    bed.add("c", tokens=3)
+    bed.add("c", prompt=300, tokens=3, loads=(16, True))
+    bed.run(until_ms=500)
+    name = bed.add("d", prompt=160, tokens=3, loads=(1000, True))
+    bed.run(until_ms=1500)
+    assert name in bed.finished

@@ -67,7 +67,7 @@ class AdmittingScheduler(Scheduler):
         self._owner_of: dict[Request, User[Request]] = {}
         # Without those whose token another engine delivers, and charges.
         self._payer_of: dict[Request, User[Request]] = {}
-        self._loads: set[Request] = set()  # what holds KV blocks, but no slot before it is loaded
+        self._loads: set[Request] = set()  # those with KV blocks that have not had a slot yet
         self._nobody: User[Request] = User(Account("", None), Member("", 1))  # samples nothing
         sharing = FairShare if pacing.fairness else FirstCome
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
@@ -83,6 +83,7 @@ class AdmittingScheduler(Scheduler):
             self.max_model_len,
             self._priority_class,
             self._may_be_preempted,
+            self._has_slot,
         )
         self.waiting = WaitingQueue(
             self._register,
@@ -104,6 +105,7 @@ class AdmittingScheduler(Scheduler):
         self._held_back: list[Request] = []
         self._is_hiding = False
         self._other_waits = False  # for something else than quota
+        self._skipped_until_ns: int | None = None  # when one that holds KV blocks has quota
         self._claimed: dict[int, tuple[int, int]] | None = None  # by waiting users, if looked at
         self._next_time: set[User[Request]] = set()  # those that no position was left to
         self._no_newcomer_before: dict[User[Request], int] = {}  # step
@@ -204,7 +206,8 @@ class AdmittingScheduler(Scheduler):
         self._holdings.admit(user, request)
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._loads.add(request)
-            user.loads += request in self._payer_of
+            if request in self._payer_of:
+                user.loads += 1
 
     def _take_back(self, user: User[Request], request: Request) -> None:
         """Note that a request comes back to the queue, and holds nothing any more."""
@@ -214,7 +217,8 @@ class AdmittingScheduler(Scheduler):
     def _end_load(self, user: User[Request], request: Request) -> None:
         if request in self._loads:
             self._loads.discard(request)
-            user.loads -= request in self._payer_of
+            if request in self._payer_of:
+                user.loads -= 1
 
     def _let_in(self, running: list[Request]) -> list[tuple[User[Request], Request]]:
         """Return who may come in: who holds KV blocks already, and each user's first in its line.
@@ -263,12 +267,23 @@ class AdmittingScheduler(Scheduler):
 
     def _block_holders(self) -> list[Request]:
         """Return the waiting requests that hold KV blocks, await nothing and may sample."""
-        return [
-            request
-            for request in self.kv_holding_waiting
-            if (request.status in _READY or request.request_id in self.finished_recving_kv_req_ids)
-            and self._has_quota(request)
-        ]
+        holders = []
+        for request in self.kv_holding_waiting:
+            is_loaded = request.request_id in self.finished_recving_kv_req_ids
+            if request.status in _READY or is_loaded:
+                if self._has_quota(request):
+                    holders.append(request)
+                else:
+                    self._await_quota(request)
+        return holders
+
+    def _await_quota(self, request: Request) -> None:
+        """Leave its user's next token to a request that holds KV blocks, and wake up for it."""
+        user = self._owner(request)
+        self._pauses.owe(user)
+        ready_ns = self._limiter.account_ready_at_ns(user.account)
+        if self._skipped_until_ns is None or ready_ns < self._skipped_until_ns:
+            self._skipped_until_ns = ready_ns
 
     def _may_admit(self, user: User[Request], request: Request) -> bool:
         """Whether the queue may offer a request in this step."""
@@ -426,15 +441,18 @@ class AdmittingScheduler(Scheduler):
         while (blocks := self._allocate_slots(request, *args, **kwargs)) is None:
             if self.connector is not None and self.connector.has_pending_block_frees():
                 return None  # vLLM waits for those, too
-            victims = self._paused_victims(request)
+            victims = self._paused_victims(request, kwargs.get("reserved_blocks", 0))
             if not victims:
                 return None
             for victim in victims:
                 self._evict(victim)
         return blocks
 
-    def _paused_victims(self, request: Request) -> list[Request]:
-        """Return the paused requests that give way to `request`, if they suffice."""
+    def _paused_victims(self, request: Request, reserved_blocks: int) -> list[Request]:
+        """Return the paused requests that give way to `request`, if they suffice.
+
+        What a load needs has to be free beside what vLLM reserves for prompts in progress.
+        """
         if request.status == RequestStatus.RUNNING:
             worst_class = self._priority_class(request)
             if self.policy == SchedulingPolicy.PRIORITY:
@@ -443,11 +461,14 @@ class AdmittingScheduler(Scheduler):
             return [] if victim is None else [victim]
         if not self._has_quota(request) and request is not self._promised_last:
             return []  # it would only be paused in the other's place
-        missing = self._missing_blocks(request)
+        missing = self._missing_blocks(request) + reserved_blocks
         if missing <= 0:
             return []  # there is something else that it waits for
         user = self._owner(request)
         return self._holdings.victims_for_blocks(user, request, missing, self._tokens_left)
+
+    def _has_slot(self, user: User[Request]) -> bool:
+        return bool(user.paused) or any(self._owner(each) is user for each in self.running)
 
     def _may_be_preempted(self, request: Request) -> bool:
         # vLLM 0.32 loses a session that ends its turn while it waits to be computed again.

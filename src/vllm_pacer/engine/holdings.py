@@ -43,6 +43,7 @@ class Holdings:
         max_model_len: The most tokens of a request.
         class_of: Gives a request's priority class.
         may_be_preempted: Whether a request can be preempted now, and its blocks are free then.
+        has_slot: Whether a user has a request with a slot.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Holdings:
         max_model_len: int,
         class_of: Callable[[Request], int],
         may_be_preempted: Callable[[Request], bool],
+        has_slot: Callable[[User[Request]], bool],
     ) -> None:
         self._fair = fair
         self._pauses = pauses
@@ -62,6 +64,7 @@ class Holdings:
         self._max_model_len = max_model_len
         self._class_of = class_of
         self._may_be_preempted = may_be_preempted
+        self._has_slot = has_slot
         self._blocks_of: dict[Request, int] = {}
         self._growth_of: dict[Request, int] = {}
         self.growth = 0  # the blocks that residents will soon come to hold
@@ -87,7 +90,7 @@ class Holdings:
         return self.blocks(max(min(most, request.num_tokens + _LOOK_AHEAD_TOKENS), 1))
 
     def admit(self, user: User[Request], request: Request) -> None:
-        """Note that a request becomes resident."""
+        """Note that a request becomes resident, or holds KV blocks before it does."""
         blocks = self._blocks_of[request] = self.blocks(request.num_tokens)
         self._fair.admit(user.member, blocks)
         self._growth_of[request] = 0
@@ -165,7 +168,7 @@ class Holdings:
     ) -> Iterator[Request]:
         """Iterate over those that give way to a waiting request, as if each had done so already.
 
-        A user that holds nothing else takes turns with one whose tokens are used up. A request
+        A user that has no slot takes turns with one whose tokens are used up. A request
         that was displaced itself waits until its victim has earned its recomputation: else the two
         would compute whole contexts for a token each.
         """
@@ -173,15 +176,12 @@ class Holdings:
         # One that holds KV blocks without a slot has been counted already.
         is_counted = request in self._blocks_of
         more_slots = 0 if is_counted else 1
+        holds_others = user.member.slots > 0 and not (is_counted and not self._has_slot(user))
         more_blocks = self.blocks(request.num_tokens) - self.held(request)
         gone: dict[User[Request], tuple[int, int]] = {}
 
         def takes_turns(holder: User[Request]) -> bool:
-            return (
-                user.member.slots == is_counted
-                and fair.share(holder.member) > 0
-                and not tokens_left(holder)
-            )
+            return not holds_others and fair.share(holder.member) > 0 and not tokens_left(holder)
 
         def gives_way(holder: User[Request], slots: int, blocks: int) -> bool:
             return fair.gives_way(

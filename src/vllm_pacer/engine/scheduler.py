@@ -92,7 +92,7 @@ class PacedScheduler(SharingScheduler):
         # For the wait while everybody is paused.
         self._quiet = False
         self._busy_since_ns: int | None = None
-        self._skipped_until_ns: int | None = None
+        self._was_held_back = False
 
         # What a step is charged that schedules the same as the last one.
         self._repeated: dict[str, int] = {}
@@ -127,7 +127,7 @@ class PacedScheduler(SharingScheduler):
         self._pauses.drop(request)
         user = self._owner_of.pop(request, None)
         if user is None:
-            self._holdings.give_back(self._nobody, request)
+            self._take_back(self._nobody, request)
         else:
             self._end_load(user, request)
             self._payer_of.pop(request, None)
@@ -192,7 +192,7 @@ class PacedScheduler(SharingScheduler):
         self._now_ns = now_ns = self._clock.now_ns()
         if len(self._limiter.users) > len(self._users):
             self._limiter.cleanup_idle_users()
-        self._other_waits = False
+        self._other_waits = self._was_held_back = False
         self._skipped_until_ns = None
         # Most steps have nothing to decide, and need not look any further.
         if not (
@@ -303,6 +303,7 @@ class PacedScheduler(SharingScheduler):
             self._promised.clear()
             self._promised_last = None
             self._asked.clear()
+        self._was_held_back = bool(self._held_back)
         if not self._is_hiding:
             if self._shown:
                 self._shown, self._shown_visible = [], []
@@ -403,11 +404,7 @@ class PacedScheduler(SharingScheduler):
         if request.resumable:
             self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
             self._bound_admission()
-        user = self._owner(request)
-        self._pauses.owe(user)
-        ready_ns = self._limiter.account_ready_at_ns(user.account)
-        if self._skipped_until_ns is None or ready_ns < self._skipped_until_ns:
-            self._skipped_until_ns = ready_ns
+        self._await_quota(request)
         return False
 
     # --- charges ----------------------------------------------------------------------------
@@ -443,8 +440,9 @@ class PacedScheduler(SharingScheduler):
             self._quiet = not (
                 self._ledger.in_flight
                 or self._refused
-                or len(self.running) > len(self._pauses.requests)
+                or self._was_held_back
                 or self._other_waits
+                or self._awaits_its_stage()
                 or self._awaits_connector()
             )
             self._limiter.end_step(self._step)
@@ -457,6 +455,11 @@ class PacedScheduler(SharingScheduler):
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs or resumed or self._prefills:
             self._note_admissions(output)
+
+    def _awaits_its_stage(self) -> bool:
+        """Whether a resident may be one for which vLLM lets steps of a pipeline go by."""
+        is_pipelined = self.vllm_config.parallel_config.pipeline_parallel_size > 1
+        return is_pipelined and len(self.running) > len(self._pauses.requests)
 
     def _awaits_connector(self) -> bool:
         """Whether a connector has work of which a step will say that it has ended."""

@@ -284,7 +284,7 @@ ENGINE_CORE_OUTPUT_ATTRIBUTES = ("new_token_ids", "request_id")
 ENGINE_CORE_ATTRIBUTES = ("input_queue", "scheduler", "vllm_config")
 INPROC_CLIENT_ATTRIBUTES = ("engine_core",)
 VLLM_CONFIG_ATTRIBUTES = ("max_concurrent_batches", "parallel_config", "scheduler_config")
-PARALLEL_CONFIG_ATTRIBUTES = ("data_parallel_size",)
+PARALLEL_CONFIG_ATTRIBUTES = ("data_parallel_size", "pipeline_parallel_size")
 SCHEDULER_CONFIG_ATTRIBUTES = ("async_scheduling", "enable_chunked_prefill", "scheduler_cls")
 REQUEST_STATUS_ATTRIBUTES = (
     "FINISHED_ABORTED",

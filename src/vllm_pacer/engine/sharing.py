@@ -203,7 +203,9 @@ class SharingScheduler(AdmittingScheduler):
         """Give what was left unused, for want of blocks say, to others for a while."""
         self._left_to_waiting = 0
         for user, request in self._newcomers:
-            if request.status != RequestStatus.RUNNING and self._has_adapter_slot(request):
+            if request.status == RequestStatus.RUNNING or request in self._loads:
+                continue
+            if self._has_adapter_slot(request):
                 self._no_newcomer_before[user] = self._step + _STEPS_WITHOUT_KEEPING
 
     # --- adapters ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ queue counts as empty when there is none. Its length and what it iterates over a
 that wait, as everybody else expects. Whose turn is next is kept by `Lines`; here is added what vLLM
 asks.
 
-What has been popped and was not put back is resident.
+What has been popped and was not put back is resident, or will be when it is loaded.
 """
 
 from collections.abc import Callable, Iterable
