@@ -19,7 +19,7 @@ from served.client import Client, arrivals_of
 from served.server import API_SERVER, LANES, Server, launched, wait_until_ready
 
 VERSION = "0.32.0"
-PROCESS_PAIRS = 4  # where a process happens to lie in memory is worth some hundredths
+PROCESS_PAIRS = 3  # where a process happens to lie in memory is worth some hundredths
 RUNS = 12  # of each pair
 STREAMS = 16
 TOKENS = 120
