@@ -29,18 +29,16 @@ PROMPTS: list[Prompt] = [
 
 
 @pytest.fixture(scope="module")
-def server(
-    lane: str, vllm_version: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server that keeps the KV blocks of all prompts."""
+def server(vllm_version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that keeps the KV blocks of all prompts, with two steps in flight."""
     command = (
         *("--default-user-output-tokens-per-second", "null"),
         *("--user-output-tokens-per-second", json.dumps({"limited": RATE, "texts": 150})),
         *("--kv-transfer-config", json.dumps(CONNECTOR)),
         *("--no-enable-prefix-caching", "--block-size", str(BLOCK)),
     )
-    folder = tmp_path_factory.mktemp(f"kv-{lane}")
-    with launched(folder, vllm_version, lane, API_SERVER, *command) as server:
+    folder = tmp_path_factory.mktemp("kv")
+    with launched(folder, vllm_version, "async", API_SERVER, *command) as server:
         wait_until_ready(server)
         yield server
 
