@@ -44,8 +44,8 @@ def beside_long_prompts() -> list[dict]:
         for run in range(RUNS):
             measured = asyncio.run(phase(server, 64, 800))
             chunk = chunk_steps_ms(measured.excerpt)
-            row = {"run": run, **measured.row, "chunk_p50_ms": median(chunk)}
-            row["chunk_p99_ms"] = percentile(chunk, 99)
+            row = {"run": run, **measured.row, **most_chunks(measured.excerpt, "quiet")}
+            row["chunk_p50_ms"], row["chunk_p99_ms"] = median(chunk), percentile(chunk, 99)
             rows.append(row)
             print(row, flush=True)
     return rows
@@ -59,6 +59,30 @@ def chunk_steps_ms(excerpt: Excerpt) -> list[float]:
         for step in excerpt.steps
         if step["computed"] > len(step["sampled"]) and step["step"] in ended_ns
     ]
+
+
+def most_chunks(excerpt: Excerpt, user: str) -> dict[str, int]:
+    """Return how many chunks of prompts were computed at most for a token of a user to come.
+
+    Counted are the steps of the scheduler up to the one that samples the token: for a first token
+    from the request's arrival on, else from the token before.
+    """
+    chunks_of: dict[str, int] = {}
+    first, later = [0], [0]
+    begun: set[str] = set()
+    for line in excerpt.lines:
+        if line.get("user") == user:
+            chunks_of[line["request"]] = 0
+        if "step" in line:
+            chunks = line["computed"] - len(line["sampled"])
+            chunks_of = {request: before + chunks for request, before in chunks_of.items()}
+            for request in chunks_of.keys() & line["sampled"]:
+                (later if request in begun else first).append(chunks_of[request])
+                begun.add(request)
+                chunks_of[request] = 0
+        for request in line.get("finished", ()):
+            chunks_of.pop(request, None)
+    return {"most_chunks_to_first": max(first), "most_chunks_in_gap": max(later)}
 
 
 def beside_full_cache() -> list[dict]:
