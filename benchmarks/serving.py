@@ -8,7 +8,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,7 +30,7 @@ LIMITED = {"one stream": (20, 1, 600), "four streams": (20, 4, 150), "two stream
 """By user: limit, streams and tokens per stream."""
 
 
-def _tokens_per_second(server: Server, users: int = STREAMS) -> float:
+def _tokens_per_second(server: Server) -> float:
     """Measure one run. Whole answers: to stream them would load the machine with other things."""
 
     def complete(number: int) -> int:
@@ -41,7 +41,7 @@ def _tokens_per_second(server: Server, users: int = STREAMS) -> float:
                 "prompt": [1, 2 + number],  # no text: a model may have been cut to fewer words
                 "max_tokens": TOKENS,
                 "ignore_eos": True,
-                "vllm_xargs": {"output_rate_user": f"user-{number % users}"},
+                "vllm_xargs": {"output_rate_user": f"user-{number}"},
             },
         )
         assert status == 200, body
@@ -77,8 +77,7 @@ def throughput(
     lane: str,
     limits: Sequence[str] = FAR_AWAY,
     both: Sequence[str] = (),
-    users: int = STREAMS,
-    process_pairs: int = PROCESS_PAIRS,
+    run: Callable[[Server], float] = _tokens_per_second,
 ) -> dict[str, Any]:
     """Measure stock and ours in one lane, in turns.
 
@@ -86,12 +85,11 @@ def throughput(
         lane: `sync` or `async`.
         limits: The flags that only ours has.
         both: The flags that both have.
-        users: How many users share the streams.
-        process_pairs: How often both servers are started.
+        run: Measures a server's throughput.
 
     """
     runs: dict[str, list[float]] = {"stock": [], "ours": []}
-    for _ in range(process_pairs):
+    for _ in range(PROCESS_PAIRS):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             servers = {}
             for name, args in (("stock", both), ("ours", (*both, *limits))):
@@ -102,11 +100,11 @@ def throughput(
                 )
             for server in servers.values():
                 wait_until_ready(server)
-                _tokens_per_second(server, users)
+                run(server)
             for _ in range(RUNS):
                 for name, server in servers.items():
                     with _alone(server, servers.values()):
-                        runs[name].append(_tokens_per_second(server, users))
+                        runs[name].append(run(server))
     best = {name: max(values) for name, values in runs.items()}
     return {
         "scheduling": lane,

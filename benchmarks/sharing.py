@@ -5,7 +5,9 @@ that opens many streams; and users with weights that all have more to do than th
 """
 
 import asyncio
+import re
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,6 +35,7 @@ from isolation import (
 from serving import throughput
 
 SHARE_SECONDS = 30
+RUN_SECONDS = 3
 WEIGHTS = {"one": 1, "two": 2, "four": 4}
 
 
@@ -176,11 +179,42 @@ def shares() -> list[dict]:
 
 
 def throughput_with_weights() -> list[dict]:
-    """Measure stock and ours with three users of different weights, all backlogged."""
-    config = {"default": None, "weights": {f"user-{n}": 2**n for n in range(3)}}
+    """Measure stock and ours with users of different weights that all have more to do."""
     with tempfile.TemporaryDirectory() as folder:
-        limits = limits_in(Path(folder), config)
-        return [throughput("sync", limits, (*MODEL, *SIZES), users=3, process_pairs=1)]
+        limits = limits_in(Path(folder), {"default": None, "weights": WEIGHTS})
+        return [throughput("sync", limits, (*MODEL, *SIZES), backlogged_tokens_per_second)]
+
+
+def backlogged_tokens_per_second(server: Server) -> float:
+    """Measure one run, by vLLM's own count of tokens, while every user has requests that wait.
+
+    Whole answers: to stream them would load the machine with other things.
+    """
+
+    async def run() -> float:
+        async with Client(server.url) as client:
+
+            async def keep_asking(user: str) -> None:
+                options = {"stream": False, "stream_options": None, "ignore_eos": True}
+                while True:
+                    answer = await client.complete(user, prompt(2), 120, **options)
+                    assert answer.status == 200, answer.body
+
+            tasks = [asyncio.create_task(keep_asking(user)) for user in WEIGHTS for _ in range(12)]
+            await asyncio.sleep(1)
+            tokens, start = generated_tokens(server), time.perf_counter()
+            await asyncio.wait(tasks, timeout=RUN_SECONDS, return_when="FIRST_COMPLETED")
+            rate = (generated_tokens(server) - tokens) / (time.perf_counter() - start)
+            await cancelled(tasks)
+        return rate
+
+    return asyncio.run(run())
+
+
+def generated_tokens(server: Server) -> float:
+    """Return vLLM's count of generated tokens."""
+    (count,) = re.findall(r"^vllm:generation_tokens_total.* (\S+)$", server.get("/metrics"), re.M)
+    return float(count)
 
 
 def measure() -> dict:

@@ -50,8 +50,8 @@ class Client:
 
     async def __aenter__(self) -> "Client":
         self._session = aiohttp.ClientSession(
-            # The server closes what has been idle for five seconds, perhaps while we use it.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+            # What is kept open the server may close, perhaps while we use it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
