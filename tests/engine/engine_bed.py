@@ -88,17 +88,26 @@ def word(position: int) -> int:
 
 @dataclass
 class Script:
-    """What the model says to one request, and whose it is."""
+    """What the model says to one request, in all its turns, and whose it is."""
 
     user: str
-    max_tokens: int
-    last_token: int | None = None  # EOS or STOP in the place of the last word
+    max_tokens: int = 0
+    ends: dict[int, int] = field(default_factory=dict)  # EOS or STOP in the place of a last word
+
+    def add_turn(self, tokens: int, ends_with: int | None) -> None:
+        """Say something more."""
+        self.max_tokens += tokens
+        if ends_with is not None:
+            self.ends[self.max_tokens - 1] = ends_with
 
     def token(self, position: int) -> int:
         """Return the token at a position of the answer."""
-        if self.last_token is not None and position == self.max_tokens - 1:
-            return self.last_token
-        return word(position)
+        return self.ends.get(position) or word(position)
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether its last word is an end."""
+        return self.max_tokens - 1 in self.ends
 
 
 @dataclass
@@ -124,6 +133,12 @@ class _Context:
     blocks: list[int]
     images: list[MultiModalFeatureSpec] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)  # drafts, by step
+    said_before: int = 0  # tokens of the answer that are in the prompt by now, or were given up
+
+    @property
+    def position(self) -> int:
+        """The place in the answer of the next token."""
+        return self.said_before + self.tokens - self.prompt_tokens
 
 
 class Worker:
@@ -133,22 +148,26 @@ class Worker:
     where a real runner would go wrong: a request it does not know, a position skipped or computed
     again, a position without a KV block, a history that it needs and was not given.
 
-    With drafts it accepts as many as `accepted` says for a position, but none of its own making
-    for a request that was not in the step before, nor any that is wrong.
+    With drafts it accepts as many as `accepted` says for a position, but none that is wrong, nor
+    any of its own making that it has forgotten: the first model runner keeps those of the last step
+    only, the second one those of every request that has a slot.
     """
 
     def __init__(
         self,
         scripts: Mapping[str, Script],
+        answers: Mapping[str, Sequence[int]],
         max_num_seqs: int,
         accepted: Callable[[int], int],
     ) -> None:
         self._scripts = scripts
+        self._answers = answers
         self._max_num_seqs = max_num_seqs
         self.block_size = 0
         self._contexts: dict[str, _Context] = {}
         self._resident: set[str] = set()
         self._last_step: set[str] = set()
+        self._drafted: set[str] = set()  # requests with drafts of its own making
         self._encoded: set[str] = set()  # images
         self._accepted = accepted
         self.is_v2 = False
@@ -168,9 +187,17 @@ class Worker:
         self._resident -= output.finished_req_ids | (output.preempted_req_ids or set())
         for new in output.scheduled_new_reqs:
             known = new.prefill_token_ids or new.prompt_token_ids or []
+            before = self._contexts.get(new.req_id)
             self._admit(new.req_id, new.prompt_len, len(known), new.num_computed_tokens)
-            self._contexts[new.req_id].blocks = list(new.block_ids[0])
-            self._contexts[new.req_id].images = new.mm_features
+            context = self._contexts[new.req_id]
+            context.blocks = list(new.block_ids[0])
+            context.images = new.mm_features
+            if before is not None:
+                # Of a session's next turn the prompt is longer, and all before has been delivered.
+                is_next_turn = new.prompt_len != before.prompt_tokens
+                context.said_before = (
+                    len(self._answers[new.req_id]) if is_next_turn else before.said_before
+                )
         self._go_on(output.scheduled_cached_reqs)
         self._encode(output)
         drafts = output.scheduled_spec_decode_tokens
@@ -180,6 +207,7 @@ class Worker:
             if (tokens := self._compute(request_id, count, drafts.get(request_id, ())))
         }
         self._last_step = set(output.num_scheduled_tokens)
+        self._drafted = (self._drafted | sampled.keys()) if self.is_v2 else self._last_step
         return sampled
 
     def drafts(self, most: int) -> DraftTokenIds:
@@ -191,7 +219,7 @@ class Worker:
             ]
             for request_id in self._last_step
             if (context := self._contexts[request_id]).computed >= context.tokens - 1
-            for position in [context.tokens - context.prompt_tokens]
+            for position in [context.position]
             for right in [self._accepted(position)]
         }
         return DraftTokenIds([*drafts], [*drafts.values()])
@@ -204,10 +232,10 @@ class Worker:
             history = cached.all_token_ids.get(request_id)
             if request_id in cached.resumed_req_ids:
                 assert history is not None, f"{request_id} resumes without its history"
-                images = context.images
+                images, said_before = context.images, context.said_before
                 self._admit(request_id, context.prompt_tokens, len(history), computed)
                 context = self._contexts[request_id]
-                context.images = images
+                context.images, context.said_before = images, said_before
             assert request_id in self._resident, f"{request_id} has no slot"
             # Of the steps in flight the scheduler does not know yet what was rejected.
             ahead = [sum(context.rejected[-steps:]) for steps in range(1, MOST_IN_FLIGHT + 1)]
@@ -237,7 +265,8 @@ class Worker:
 
     def _admit(self, request_id: str, prompt_tokens: int, tokens: int, computed: int) -> None:
         self._resident.discard(request_id)
-        self._last_step.discard(request_id)  # what was drafted for it is gone
+        self._last_step.discard(request_id)
+        self._drafted.discard(request_id)
         assert len(self._resident) < self._max_num_seqs, "no free slot"
         self._resident.add(request_id)
         self._contexts[request_id] = _Context(prompt_tokens, tokens, computed, [])
@@ -251,13 +280,13 @@ class Worker:
         assert context.computed <= len(context.blocks) * self.block_size, "no block to write to"
         if context.computed < context.tokens:
             return []
-        position = context.tokens - context.prompt_tokens
+        position = context.position
         script = self._scripts[request_id]
         accepted = 0
         while accepted < len(drafts):
             guess = drafts[accepted]
             is_right = guess == script.token(position + accepted)
-            is_own = guess == -1 and request_id in self._last_step  # known to the worker alone
+            is_own = guess == -1 and request_id in self._drafted  # known to the worker alone
             if not is_right and not (is_own and accepted < self._accepted(position)):
                 break
             accepted += 1
@@ -551,7 +580,7 @@ class Bed:
             "BedExecutor",
             (ScriptedExecutor,),
             {
-                "worker": Worker(self.scripts, max_num_seqs, accepted),
+                "worker": Worker(self.scripts, self.answers, max_num_seqs, accepted),
                 "clock": self.clock,
                 "step_ns": step_ms * NS_PER_MS,
                 "layers": LAYERS[layers](block_size, config),
@@ -602,6 +631,7 @@ class Bed:
         load_fails: bool = False,
         undecided: int = 0,
         for_another_engine: bool = False,
+        is_session: bool = False,
         request_id: str | None = None,
         params: SamplingParams | None = None,
     ) -> str:
@@ -620,6 +650,7 @@ class Bed:
             load_fails: Whether the load turns out to have failed, so the prompt is computed here.
             undecided: How often the connector has to be asked what can be loaded.
             for_another_engine: Whether another engine goes on with the request, after one token.
+            is_session: Whether more may be said to it, with `say`.
             images: What in its prompt stands for images: offset, length and name of each.
             request_id: Its id.
             params: Sampling parameters in the place of those that follow from the rest.
@@ -646,6 +677,7 @@ class Bed:
             priority=priority,
             lora_request=adapter and LoRARequest(f"adapter-{adapter}", adapter, "nowhere"),
             block_hasher=self.core.request_block_hasher,
+            resumable=is_session,
         )
         if loads is not None:
             request.kv_transfer_params = {"tokens": loads[0], "is_async": loads[1]}
@@ -657,7 +689,8 @@ class Bed:
             request.kv_transfer_params = {"do_remote_decode": True}
             if self._paced and request.max_tokens == 1:
                 self.delivered_elsewhere.add(request_id)
-        self.scripts[request_id] = script = Script(user or ANONYMOUS_USER, tokens, ends_with)
+        self.scripts[request_id] = script = Script(user or ANONYMOUS_USER)
+        script.add_turn(tokens, ends_with)
         self.users[script.user] = None
         self.requests[request_id] = request
         self.answers[request_id] = []
@@ -669,6 +702,24 @@ class Bed:
             )
         self.core.add_request(request)
         return request_id
+
+    def say(self, request_id: str, *, prompt: int, tokens: int, ends_with: int | None) -> None:
+        """Give a session its next input, whose answer has `tokens` tokens."""
+        script = self.scripts[request_id]
+        script.add_turn(tokens, ends_with)
+        most = tokens if ends_with is None else tokens + 100
+        words = [_FIRST_WORD + each % 7 for each in range(prompt)]
+        self._tell(request_id, words, sampling_params(script.user, most), is_session=True)
+
+    def hang_up(self, request_id: str) -> None:
+        """End a session: when all is answered that was said, or at once if it is."""
+        self._tell(request_id, [0], sampling_params(self.user_of(request_id), 1), is_session=False)
+
+    def _tell(
+        self, request_id: str, prompt: list[int], params: SamplingParams, is_session: bool
+    ) -> None:
+        update = Request(request_id, prompt, params, None, resumable=is_session)
+        self.core.add_request(update)
 
     def abort(self, *request_ids: str, during_step: bool = False) -> None:
         """Abort requests, at once or while the next step is being computed."""
@@ -826,7 +877,7 @@ class Bed:
         abort_requests = self.core.abort_requests
 
         def counted_abort(request_ids: list[str]) -> None:
-            live = [each for each in set(request_ids) if each in self.scheduler.requests]
+            live = [each for each in set(request_ids) if self._awaits_tokens(each)]
             abort_requests(request_ids)
             for step in self._in_flight:
                 for request_id in live:
@@ -838,6 +889,14 @@ class Bed:
                     self.kept_stamps.setdefault(user, []).extend([step.at_ns] * tokens)
 
         self.core.abort_requests = counted_abort  # type: ignore[method-assign]
+
+    def _awaits_tokens(self, request_id: str) -> bool:
+        """Return whether what is in flight for a request would be delivered, or some of it."""
+        request = self.scheduler.requests.get(request_id)
+        return request is not None and not (
+            request.drop_stale_output
+            and request.num_stale_output_tokens == request.num_in_flight_tokens
+        )
 
     def _note_dispatch(self, record: StepRecord) -> None:
         self.steps.append(

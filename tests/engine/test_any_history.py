@@ -41,6 +41,9 @@ DECODERS = [each for each in LAYERS if each != "encoder decoder"]
 MOST_PROMPT = 30
 MOST_TOKENS = 12
 MOST_CONTEXT = len(PREFIX) + MOST_PROMPT + MOST_TOKENS
+MOST_TURNS = 3
+MOST_TURN_PROMPT = 10
+MOST_TURN_TOKENS = 4  # so all turns together are not longer than another request
 BLOCK_SIZE = 4
 MOST_BLOCKS = -(-MOST_CONTEXT // BLOCK_SIZE)
 MOST_ACTIVE = 8
@@ -70,6 +73,9 @@ class Drain:
         self.tokens = {
             each: bed.scripts[each].max_tokens - len(bed.answers[each]) for each in self.live
         }
+        self.more_turns = {
+            each: len(bed.requests[each].streaming_queue or ()) for each in self.live
+        }
         limiter = bed.scheduler._limiter
         self.first_token_ns = {
             user: max(limiter.account_ready_at_ns(limiter.account(user)) - self.start_ns, 0)
@@ -93,7 +99,8 @@ class Drain:
     def starts(self, request_id: str) -> int:
         """Return how often a request is admitted, or goes on in the middle of its prompt."""
         again = self.bed.laws.preemptions - self.earlier_preemptions
-        return again[request_id] + (request_id not in self.has_begun)
+        has_to_begin = request_id not in self.has_begun
+        return again[request_id] + has_to_begin + self.more_turns[request_id]
 
     def samples(self, request_ids: list[str]) -> int:
         """Return how often requests are sampled, at most: in vain once at every end."""
@@ -215,6 +222,7 @@ class AnyHistory(RuleBasedStateMachine):
         layers=st.just("full") | st.sampled_from(DECODERS),
         max_loras=st.sampled_from([None, None, 1, 2]),
         load_ms=st.sampled_from([None, None, 1, 80]),
+        has_sessions=st.booleans(),
         fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
@@ -229,10 +237,14 @@ class AnyHistory(RuleBasedStateMachine):
         drafts_and_stages: tuple[int, int],
         layers: str,
         load_ms: int | None,
+        has_sessions: bool,
         **kwargs: Any,
     ) -> None:
         """Build an engine core, small enough for everything to run short."""
         self.aborted: set[str] = set()
+        self.turns: dict[str, int] = {}  # of each session that is not ended
+        # A session keeps its blocks between two turns: where these are scarce, vLLM would not end.
+        self.has_sessions = has_sessions and num_blocks is None and load_ms is None
         self.is_priority = kwargs["policy"] == "priority"
         self.step_ms = kwargs["step_ms"]
         self.budget = 16 if chunked_prefill else 2048
@@ -285,6 +297,41 @@ class AnyHistory(RuleBasedStateMachine):
                 **kwargs,
             )
 
+    @precondition(lambda self: self.has_sessions)
+    @rule(
+        data=st.data(),
+        user=st.sampled_from(USERS),
+        prompt=st.integers(1, MOST_TURN_PROMPT),
+        tokens=st.integers(1, MOST_TURN_TOKENS),
+        ends_with=st.sampled_from([None, EOS, STOP]),
+        priority=st.integers(0, 2),
+    )
+    def talk(self, data: st.DataObject, user: str, priority: int, **turn: Any) -> None:
+        """A session begins, or gets its next input, perhaps before it has answered the last."""
+        session = data.draw(st.sampled_from([None, *self.open_sessions()]))
+        if session is None:
+            session = self.bed.add(user, priority=priority, is_session=True, **turn)
+            self.turns[session] = 1
+        elif self.turns[session] < MOST_TURNS:
+            self.bed.say(session, **turn)
+            self.turns[session] += 1
+
+    @precondition(lambda self: self.open_sessions())
+    @rule(data=st.data())
+    def hang_up(self, data: st.DataObject) -> None:
+        """Nothing more is said to a session."""
+        self.end_session(data.draw(st.sampled_from(self.open_sessions())))
+        self.bed.check()
+
+    def open_sessions(self) -> list[str]:
+        """Return the sessions that can get another input."""
+        return [each for each in self.turns if each in self.bed.scheduler.requests]
+
+    def end_session(self, session: str) -> None:
+        """Say nothing more to a session."""
+        del self.turns[session]
+        self.bed.hang_up(session)
+
     @rule(data=st.data(), during_step=st.booleans(), count=st.integers(1, 3))
     def abort(self, data: st.DataObject, during_step: bool, count: int) -> None:
         """A client gives up, before a step or while it is computed."""
@@ -317,6 +364,8 @@ class AnyHistory(RuleBasedStateMachine):
         """Somebody resets the prefix cache, perhaps under running requests."""
         # Under a connector vLLM cannot do it while blocks may be written to.
         reset_running = reset_running and self.bed.scheduler.connector is None
+        # And vLLM 0.32 loses a session that it preempts while its turn is ending.
+        reset_running = reset_running and not self.has_sessions
         self.bed.core.reset_prefix_cache(reset_running_requests=reset_running)
         self.bed.check()
 
@@ -342,13 +391,15 @@ class AnyHistory(RuleBasedStateMachine):
             return
         bed = self.bed
         bed.scheduler.set_pause_state(PauseState.UNPAUSED)
+        for session in self.open_sessions():
+            self.end_session(session)
         Drain(bed, self.step_ms, self.budget, self.is_priority).check()
         bed.check_window_bound()
         for request_id, script in bed.scripts.items():
             answer = bed.answers[request_id]
             if request_id not in self.aborted:
                 assert len(answer) == script.max_tokens
-                expected = FinishReason.STOP if script.last_token else FinishReason.LENGTH
+                expected = FinishReason.STOP if script.ends_by_itself else FinishReason.LENGTH
                 assert bed.finished[request_id] == expected
         bed.check_empty()
 

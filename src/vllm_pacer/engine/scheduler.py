@@ -178,11 +178,14 @@ class PacedScheduler(SharingScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """Finish requests from outside; an abort keeps the charges of the steps in flight."""
+        """Finish requests from outside; an abort keeps the charges of the steps in flight.
+
+        But not of what vLLM drops when it comes, as at the end of a session's turn.
+        """
         self._quiet = False
         finished = super().finish_requests(request_ids, finished_status)
         if finished_status is RequestStatus.FINISHED_ABORTED:
-            self._ledger.keep([request.request_id for request in finished])
+            self._ledger.keep([each.request_id for each in finished if not is_in_vain(each)])
         return finished
 
     # --- one step ---------------------------------------------------------------------------
@@ -579,6 +582,12 @@ class PacedScheduler(SharingScheduler):
             self._fair.next_expiry_ns() if self.waiting.requests else None,
         )
         return min((each for each in wake_ups if each is not None), default=None)
+
+
+def is_in_vain(request: Request) -> bool:
+    """Whether vLLM drops all that is in flight for a request."""
+    in_flight = request.num_in_flight_tokens
+    return bool(request.drop_stale_output and request.num_stale_output_tokens == in_flight)
 
 
 class PacedAsyncScheduler(PacedScheduler, AsyncScheduler):

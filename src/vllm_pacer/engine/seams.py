@@ -230,6 +230,7 @@ SCHEDULER_ATTRIBUTES = (
 
 REQUEST_ATTRIBUTES = (
     "arrival_time",
+    "drop_stale_output",
     "is_prefill_chunk",
     "kv_transfer_params",
     "lora_request",
@@ -241,6 +242,7 @@ REQUEST_ATTRIBUTES = (
     "num_output_tokens",
     "num_preemptions",
     "num_prompt_tokens",
+    "num_stale_output_tokens",
     "num_tokens",
     "priority",
     "request_id",
