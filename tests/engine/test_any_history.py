@@ -42,8 +42,12 @@ MOST_PROMPT = 30
 MOST_TOKENS = 12
 MOST_CONTEXT = len(PREFIX) + MOST_PROMPT + MOST_TOKENS
 MOST_TURNS = 3
-MOST_TURN_PROMPT = 10
-MOST_TURN_TOKENS = 4  # so all turns together are not longer than another request
+# All turns of a session together are not longer than another request.
+TURN = {
+    "prompt": st.integers(1, 10),
+    "tokens": st.integers(1, 4),
+    "ends_with": st.sampled_from([None, EOS, STOP]),
+}
 BLOCK_SIZE = 4
 MOST_BLOCKS = -(-MOST_CONTEXT // BLOCK_SIZE)
 MOST_ACTIVE = 8
@@ -218,7 +222,7 @@ class AnyHistory(RuleBasedStateMachine):
         active_share=st.integers(1, 4),
         num_blocks=st.none() | st.integers(MOST_BLOCKS + 1, 40),
         step_ms=st.sampled_from([1, 10, 30, 150]),
-        drafts_and_stages=st.sampled_from([(0, 1), (1, 1), (4, 1), (0, 2), (0, 3)]),
+        drafts_and_stages=st.sampled_from([(0, 1), (1, 1), (4, 1), (0, 2), (0, 3), (1, 2), (4, 3)]),
         layers=st.just("full") | st.sampled_from(DECODERS),
         max_loras=st.sampled_from([None, None, 1, 2]),
         load_ms=st.sampled_from([None, None, 1, 80]),
@@ -243,19 +247,23 @@ class AnyHistory(RuleBasedStateMachine):
         """Build an engine core, small enough for everything to run short."""
         self.aborted: set[str] = set()
         self.turns: dict[str, int] = {}  # of each session that is not ended
-        # A session keeps its blocks between two turns: where these are scarce, vLLM would not end.
-        self.has_sessions = has_sessions and num_blocks is None and load_ms is None
+        self.has_sessions = has_sessions
+        if has_sessions:
+            # They keep their blocks between two turns: were these scarce, vLLM would never end.
+            num_blocks = load_ms = None
         self.is_priority = kwargs["policy"] == "priority"
         self.step_ms = kwargs["step_ms"]
         self.budget = 16 if chunked_prefill else 2048
+        drafts, pipeline = drafts_and_stages
         self.bed = Bed(
             is_async=self.is_async,
             max_num_seqs=max_num_seqs,
             max_num_active_seqs=min(max(1, max_num_seqs // active_share), MOST_ACTIVE),
             max_num_batched_tokens=self.budget,
             chunked_prefill=chunked_prefill,
-            drafts=drafts_and_stages[0],
-            pipeline=drafts_and_stages[1],
+            # A synchronous pipeline has no drafts: vLLM would schedule them too early.
+            drafts=drafts if pipeline == 1 or self.is_async else 0,
+            pipeline=pipeline,
             block_size=BLOCK_SIZE,
             layers=layers,
             load_ms=load_ms if layers in ("full", "latent") else None,
@@ -298,21 +306,17 @@ class AnyHistory(RuleBasedStateMachine):
             )
 
     @precondition(lambda self: self.has_sessions)
-    @rule(
-        data=st.data(),
-        user=st.sampled_from(USERS),
-        prompt=st.integers(1, MOST_TURN_PROMPT),
-        tokens=st.integers(1, MOST_TURN_TOKENS),
-        ends_with=st.sampled_from([None, EOS, STOP]),
-        priority=st.integers(0, 2),
-    )
-    def talk(self, data: st.DataObject, user: str, priority: int, **turn: Any) -> None:
-        """A session begins, or gets its next input, perhaps before it has answered the last."""
-        session = data.draw(st.sampled_from([None, *self.open_sessions()]))
-        if session is None:
-            session = self.bed.add(user, priority=priority, is_session=True, **turn)
-            self.turns[session] = 1
-        elif self.turns[session] < MOST_TURNS:
+    @rule(user=st.sampled_from(USERS), priority=st.integers(0, 2), **TURN)
+    def begin_session(self, **kwargs: Any) -> None:
+        """A session begins."""
+        self.turns[self.bed.add(is_session=True, **kwargs)] = 1
+
+    @precondition(lambda self: self.open_sessions())
+    @rule(data=st.data(), **TURN)
+    def say(self, data: st.DataObject, **turn: Any) -> None:
+        """A session gets its next input, perhaps before it has answered the last."""
+        session = data.draw(st.sampled_from(self.open_sessions()))
+        if self.turns[session] < MOST_TURNS:
             self.bed.say(session, **turn)
             self.turns[session] += 1
 

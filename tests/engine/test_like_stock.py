@@ -52,7 +52,7 @@ settings_of_bed = st.fixed_dictionaries(
         "max_num_seqs": st.integers(4, 8),
         "max_num_active_seqs": st.integers(1, 4),
         "num_blocks": st.integers(16, 40),
-        "drafts_and_stages": st.sampled_from([(0, 1), (1, 1), (3, 1), (0, 2), (0, 3)]),
+        "drafts_and_stages": st.sampled_from([(0, 1), (1, 1), (3, 1), (0, 2), (0, 3), (3, 2)]),
     }
 )
 
@@ -62,11 +62,12 @@ def steps_of(
 ) -> list[StepRecord]:
     """Run the arrivals to their end and return the steps."""
     chunked = kwargs["chunked_prefill"]
+    drafts, pipeline = drafts_and_stages
     bed = Bed(
         block_size=4,
         max_num_batched_tokens=16 if chunked else 256,
-        drafts=drafts_and_stages[0],
-        pipeline=drafts_and_stages[1],
+        drafts=drafts if pipeline == 1 or kwargs["is_async"] else 0,
+        pipeline=pipeline,
         **kwargs,
     )
     ordered = sorted(arrivals, key=lambda each: each.at_step)

@@ -1,10 +1,12 @@
 """Pipeline parallelism: several steps in flight, each for other requests."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from engine_bed import Bed
+from test_drafts import K, by_acceptance
 from vllm.v1.core.sched.interface import PauseState
 
 SECONDS = 20
@@ -23,6 +25,35 @@ def test_a_user_gets_its_rate(pipeline: int, streams: int) -> None:
     most = 20 * (SECONDS + Fraction(1, 10)) + 1
     assert most - 3 <= delivered <= most
     bed.check_window_bound()
+
+
+@by_depth
+@by_acceptance
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_user_that_drafts_gets_its_rate(
+    pipeline: int, accepted: Callable[[int], int], streams: int
+) -> None:
+    """With drafts in several steps in flight, too: what is rejected is free."""
+    bed = Bed({"a": 20}, is_async=True, pipeline=pipeline, drafts=K, accepted=accepted)
+    for _ in range(streams):
+        bed.add("a", tokens=10_000)
+    bed.run(until_ms=SECONDS * 1000)
+    delivered = bed.books.delivered["a"]
+    most = 20 * (SECONDS + Fraction(1, 10)) + 1
+    assert most - 1 - (K + 1) <= delivered <= most
+    bed.check_window_bound()
+
+
+def test_a_synchronous_pipeline_is_no_place_for_drafts() -> None:
+    """Why it is refused: vLLM's own scheduler computes drafts before the token that they follow."""
+    bed = Bed(paced=False, pipeline=2, drafts=K)
+    name = bed.add("a", prompt=10, tokens=20)
+    bed.step()
+    bed.step()
+    prompt, drafts, *_ = bed.steps
+    assert (prompt.computed, drafts.computed) == ({name: 10}, {name: K})
+    assert bed.now_ms == 30
+    assert drafts.at_ns == prompt.at_ns  # so nothing of the prompt's step was known
 
 
 @by_depth

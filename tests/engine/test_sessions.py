@@ -1,21 +1,14 @@
 """Sessions: requests that go on with another input where they have stopped."""
 
 import pytest
-from engine_bed import Bed
+from engine_bed import EOS, Bed
 from vllm.v1.request import Request, StreamingUpdate
-
-
-def session(bed: Bed, user: str, tokens: int) -> Request:
-    """Add a request that may get further inputs."""
-    request = bed.requests[bed.add(user, prompt=4, tokens=tokens)]
-    request.resumable = True
-    return request
 
 
 def test_a_session_is_not_preempted_while_its_turn_may_be_ending(is_async: bool) -> None:
     """It gives way once its output has come, not before: 0.32 would lose it."""
     bed = Bed({"talk": 5}, is_async=is_async, step_ms=20, max_num_seqs=1)
-    talk = session(bed, "talk", tokens=50)
+    talk = bed.requests[bed.add("talk", prompt=4, tokens=50, is_session=True)]
     in_flight: list[int] = []
     preempt = bed.scheduler._preempt_request
 
@@ -34,7 +27,7 @@ def test_a_session_is_not_preempted_while_its_turn_may_be_ending(is_async: bool)
 def test_a_session_gives_way_in_every_turn() -> None:
     """That its tokens are counted anew in each turn does not look as if it stood still."""
     bed = Bed({"talk": 5}, step_ms=20, max_num_seqs=1)
-    request = session(bed, "talk", tokens=50)
+    request = bed.requests[bed.add("talk", prompt=4, tokens=50, is_session=True)]
     bed.run(until_ms=1_000)
     holdings = bed.scheduler._holdings
     assert holdings.victim_for_resident(0) is request
@@ -64,3 +57,44 @@ def test_a_session_that_leaves_the_queue_and_comes_back_is_limited(rate: int) ->
     bed.run()
     assert len(bed.answers[quiet]) == 5
     bed.check_window_bound()
+
+
+@pytest.mark.parametrize("rate", [None, 20])
+def test_a_session_is_answered_turn_by_turn(is_async: bool, rate: int | None) -> None:
+    """Each input is answered, whether it comes before the last answer has ended or later."""
+    bed = Bed({"talk": rate}, is_async=is_async)
+    talk = bed.add("talk", prompt=4, tokens=5, is_session=True)
+    bed.say(talk, prompt=3, tokens=6, ends_with=EOS)
+    bed.run()
+    assert len(bed.answers[talk]) == 11
+    bed.say(talk, prompt=2, tokens=7, ends_with=None)
+    bed.run()
+    assert len(bed.answers[talk]) == 18
+    bed.hang_up(talk)
+    bed.check_empty()
+    bed.check_window_bound()
+
+
+def test_a_session_that_is_ended_pays_for_what_it_got(is_async: bool) -> None:
+    """What is in flight at the end of a turn is dropped, and free, also if the session ends there.
+
+    The bed balances the books.
+    """
+    bed = Bed({"talk": 100}, is_async=is_async)
+    talk = bed.add("talk", prompt=4, tokens=3, ends_with=EOS, is_session=True)
+    while talk not in bed.finished:
+        bed.step()
+    bed.hang_up(talk)
+    bed.run()
+    assert bed.books.charged("talk") == 3
+
+
+def test_silent_sessions_take_no_active_positions(is_async: bool) -> None:
+    """A user may hold as many sessions as may be active: others are computed all the same."""
+    bed = Bed(is_async=is_async, max_num_seqs=8, max_num_active_seqs=2)
+    for _ in range(4):
+        bed.add("talk", prompt=4, tokens=2, is_session=True)
+    bed.run()
+    quiet = bed.add("quiet", prompt=4, tokens=5)
+    bed.run()
+    assert len(bed.answers[quiet]) == 5

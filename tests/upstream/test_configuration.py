@@ -250,8 +250,12 @@ EC_CONNECTOR = {
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
+DRAFTS_IN_A_PIPELINE = (
+    "--speculative-config with --pipeline-parallel-size > 1 and synchronous scheduling"
+)
+
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "--speculative-config with --pipeline-parallel-size > 1": {
+    DRAFTS_IN_A_PIPELINE: {
         "speculative_config": NGRAM,
         "pipeline_parallel_size": 2,
     },
@@ -393,6 +397,14 @@ def test_other_ways_to_draft_are_refused(method: str, is_refused: bool) -> None:
         with pytest.raises(UnsupportedModeError) as error:
             refuse_unsupported(config)
         assert_explained(str(error.value), refusal(OTHER_DRAFTS))
+
+
+def test_drafts_in_an_asynchronous_pipeline_are_not_refused() -> None:
+    """There vLLM knows where they belong."""
+    config = engine_args(speculative_config=NGRAM, pipeline_parallel_size=2).create_engine_config()
+    assert refusal(DRAFTS_IN_A_PIPELINE).applies(config)
+    config.scheduler_config.async_scheduling = True  # which vLLM's CPU platform does not
+    assert not refusal(DRAFTS_IN_A_PIPELINE).applies(config)
 
 
 @pytest.mark.parametrize("state", ["is_hybrid", "is_attention_free"])

@@ -88,6 +88,11 @@ SUPPORTED = (
         "tests/engine/test_pipeline.py::test_a_user_gets_its_rate",
     ),
     Support(
+        "--pipeline-parallel-size > 1 with --speculative-config, scheduled asynchronously",
+        _SCHEDULER,
+        "tests/engine/test_pipeline.py::test_a_user_that_drafts_gets_its_rate",
+    ),
+    Support(
         "--tensor-parallel-size > 1",
         _SERVED,
         "tests/e2e/test_tensor_parallel.py::test_rate_is_the_limit",
@@ -166,8 +171,7 @@ SUPPORTED = (
     Support(
         "streaming-input sessions",
         _SCHEDULER,
-        "tests/engine/test_sessions.py::"
-        "test_a_session_that_leaves_the_queue_and_comes_back_is_limited",
+        "tests/engine/test_sessions.py::test_a_session_is_answered_turn_by_turn",
     ),
     Support(
         "a pooling model: nothing to limit",
@@ -194,12 +198,13 @@ REFUSALS = (
         lambda config: not _drafts_are_charged(config),
     ),
     Refusal(
-        "--speculative-config with --pipeline-parallel-size > 1",
-        "drafts of several steps in flight are not proved to be charged",
-        "leave out one of them",
+        "--speculative-config with --pipeline-parallel-size > 1 and synchronous scheduling",
+        "vLLM schedules drafts there before it knows the token that they follow",
+        "leave out one of them, or schedule asynchronously",
         lambda config: (
             config.speculative_config is not None
             and config.parallel_config.pipeline_parallel_size > 1
+            and not config.scheduler_config.async_scheduling
         ),
     ),
     Refusal(

@@ -285,17 +285,22 @@ class PacedScheduler(SharingScheduler):
         if len(running) > self._active_limit:
             self._held_back += running[self._active_limit :]
             running = running[: self._active_limit]
-        if pauses or self._held_back or self._left_to_waiting:
+        silent = self.num_waiting_for_streaming_input
+        if pauses or self._held_back or self._left_to_waiting or silent:
             self._bound_admission()
             self.kv_cache_manager.allocate_slots = self._allocate_or_evict
             self._is_hiding = True
         self.running = running
 
     def _bound_admission(self) -> None:
-        """Let vLLM admit no more than there are slots beside those it does not see."""
+        """Let vLLM admit no more than there are slots beside those it does not see.
+
+        It counts sessions that nothing is said to: they have a slot, but they are not active.
+        """
         hidden = len(self._pauses.requests) + len(self._held_back) + self._slots_held_in_queue
         slots = self.max_num_running_reqs - hidden
-        self.max_num_active_reqs = min(self._active_limit, slots)
+        active = self._active_limit + self.num_waiting_for_streaming_input
+        self.max_num_active_reqs = min(active, slots)
 
     def _show_paused(self) -> None:
         self.max_num_active_reqs = self._active_limit
