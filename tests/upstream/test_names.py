@@ -36,7 +36,7 @@ def test_every_name_of_vllms_is_listed(path: Path) -> None:
     [
         ("self._inflight_prefills.add(request)", "_inflight_prefills"),
         ("self.deferred_waiting.discard(request)", "deferred_waiting"),
-        ("request.num_stale_output_tokens += 1", "num_stale_output_tokens"),
+        ("request.num_nans_in_logits += 1", "num_nans_in_logits"),
         ("self.kv_cache_manager.prefix_cache_stats", "prefix_cache_stats"),
         ("super()._update_after_schedule(output)", "_update_after_schedule"),
         ("engine._process_input_queue()", "_process_input_queue"),
