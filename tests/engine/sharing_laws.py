@@ -202,10 +202,11 @@ class SharingLaws:
         """Return when a waiting request has a token and certainly finds room, or `None`."""
         scheduler = self._scheduler
         waiting = list(scheduler.waiting)
-        holders = [*scheduler.running, *scheduler.kv_holding_waiting]
-        residents = {self._bed.user_of(each.request_id) for each in holders}
-        silent = scheduler.num_waiting_for_streaming_input
-        if len(scheduler.running) + silent >= scheduler.max_num_running_reqs:
+        # A session keeps its slot between two turns.
+        sessions = [each for each in scheduler.kv_holding_waiting if each.resumable]
+        with_slot = [*scheduler.running, *sessions]
+        residents = {self._bed.user_of(each.request_id) for each in with_slot}
+        if len(with_slot) >= scheduler.max_num_running_reqs:
             return None
         if any(scheduler._missing_blocks(each) > 0 for each in waiting):
             return None  # who does not fit holds up whoever comes later
