@@ -207,8 +207,8 @@ _TABLES = {
             {
                 "A chunk's step p50, ms": "{chunk_p50_ms:.1f}",
                 "A chunk's step p99, ms": "{chunk_p99_ms:.1f}",
-                "Most chunks to a first token": "{most_chunks_to_first}",
-                "Most chunks in a gap": "{most_chunks_in_gap}",
+                "Most chunks in the steps to a first token": "{most_chunks_to_first}",
+                "Most chunks in the steps between two tokens": "{most_chunks_in_gap}",
                 **_BESIDE,
                 **_NEIGHBOUR,
             },

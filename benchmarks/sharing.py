@@ -65,10 +65,10 @@ def chunk_steps_ms(excerpt: Excerpt) -> list[float]:
 
 
 def most_chunks(excerpt: Excerpt, user: str) -> dict[str, int]:
-    """Return how many chunks of prompts were computed at most for a token of a user to come.
+    """Return how many chunks of prompts were computed at most in the steps up to a user's token.
 
-    Counted are the steps of the scheduler up to the one that samples the token: for a first token
-    from the request's arrival on, else from the token before.
+    Counted from when the scheduler knows of the request, so without the step in progress then, or
+    from the token before. The last chunk of a prompt samples, and is not counted.
     """
     chunks_of: dict[str, int] = {}
     first, later = [0], [0]

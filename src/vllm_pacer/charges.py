@@ -6,7 +6,8 @@ The rules:
    waited for, so steps may overlap.
 2. A charge is settled downwards only: when the step's output is processed, it goes down to the
    tokens that were emitted for that request in that step.
-3. A client's abort keeps the charge of the steps in flight: they do the work.
+3. A client's abort keeps the charge of the steps in flight: they do the work. What would be dropped
+   anyway, as after the end of a session's turn, is settled like any other.
 
 Hence, per user and after every step: charged = emitted + in flight + aborted in flight.
 """

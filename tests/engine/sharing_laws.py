@@ -203,12 +203,13 @@ class SharingLaws:
         scheduler = self._scheduler
         waiting = list(scheduler.waiting)
         # A session keeps its slot between two turns.
-        sessions = [each for each in scheduler.kv_holding_waiting if each.resumable]
+        holders = list(scheduler.kv_holding_waiting)
+        sessions = [each for each in holders if each.resumable]
         with_slot = [*scheduler.running, *sessions]
         residents = {self._bed.user_of(each.request_id) for each in with_slot}
         if len(with_slot) >= scheduler.max_num_running_reqs:
             return None
-        if any(scheduler._missing_blocks(each) > 0 for each in waiting):
+        if any(scheduler._missing_blocks(each) > 0 for each in [*holders, *waiting]):
             return None  # who does not fit holds up whoever comes later
         ready_ns = (
             scheduler._limiter.account_ready_at_ns(scheduler._owner_of[each].account)

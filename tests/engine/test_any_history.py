@@ -226,7 +226,7 @@ class AnyHistory(RuleBasedStateMachine):
         layers=st.just("full") | st.sampled_from(DECODERS),
         max_loras=st.sampled_from([None, None, 1, 2]),
         load_ms=st.sampled_from([None, None, 1, 80]),
-        has_sessions=st.booleans(),
+        has_sessions=st.sampled_from([False, False, True]),
         fairness=st.sampled_from([True, True, True, False]),
         burst_seconds=st.sampled_from([0.1, 0, 1]),
         rates=st.fixed_dictionaries(dict.fromkeys(USERS, rates)),
@@ -250,7 +250,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.has_sessions = has_sessions
         if has_sessions:
             # They keep their blocks between two turns: were these scarce, vLLM would never end.
-            num_blocks = load_ms = None
+            num_blocks = None
+            load_ms = None  # a load and a session may both be what has KV blocks and waits
         self.is_priority = kwargs["policy"] == "priority"
         self.step_ms = kwargs["step_ms"]
         self.budget = 16 if chunked_prefill else 2048
@@ -306,10 +307,16 @@ class AnyHistory(RuleBasedStateMachine):
             )
 
     @precondition(lambda self: self.has_sessions)
-    @rule(user=st.sampled_from(USERS), priority=st.integers(0, 2), **TURN)
-    def begin_session(self, **kwargs: Any) -> None:
+    @rule(
+        user=st.sampled_from(USERS),
+        priority=st.integers(0, 2),
+        adapter=st.none() | st.integers(1, 3),
+        **TURN,
+    )
+    def begin_session(self, adapter: int | None, **kwargs: Any) -> None:
         """A session begins."""
-        self.turns[self.bed.add(is_session=True, **kwargs)] = 1
+        adapter = adapter if self.bed.max_loras else None
+        self.turns[self.bed.add(is_session=True, adapter=adapter, **kwargs)] = 1
 
     @precondition(lambda self: self.open_sessions())
     @rule(data=st.data(), **TURN)

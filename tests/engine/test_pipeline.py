@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from engine_bed import Bed
-from test_drafts import K, by_acceptance
+from test_drafts import K, by_acceptance, by_drafter, drafting_bed
 from vllm.v1.core.sched.interface import PauseState
 
 SECONDS = 20
@@ -29,13 +29,15 @@ def test_a_user_gets_its_rate(pipeline: int, streams: int) -> None:
 
 @by_depth
 @by_acceptance
-@pytest.mark.parametrize("streams", [1, 4])
+@by_drafter
 def test_a_user_that_drafts_gets_its_rate(
-    pipeline: int, accepted: Callable[[int], int], streams: int
+    pipeline: int, accepted: Callable[[int], int], looks_ahead: tuple[int, int]
 ) -> None:
     """With drafts in several steps in flight, too: what is rejected is free."""
-    bed = Bed({"a": 20}, is_async=True, pipeline=pipeline, drafts=K, accepted=accepted)
-    for _ in range(streams):
+    bed = drafting_bed(
+        {"a": 20}, is_async=True, pipeline=pipeline, accepted=accepted, looks_ahead=looks_ahead
+    )
+    for _ in range(4):
         bed.add("a", tokens=10_000)
     bed.run(until_ms=SECONDS * 1000)
     delivered = bed.books.delivered["a"]

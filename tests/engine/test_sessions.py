@@ -84,17 +84,39 @@ def test_a_session_that_is_ended_pays_for_what_it_got(is_async: bool) -> None:
     talk = bed.add("talk", prompt=4, tokens=3, ends_with=EOS, is_session=True)
     while talk not in bed.finished:
         bed.step()
+    assert bool(bed.in_flight["talk"]) == is_async
     bed.hang_up(talk)
     bed.run()
     assert bed.books.charged("talk") == 3
 
 
 def test_silent_sessions_take_no_active_positions(is_async: bool) -> None:
-    """A user may hold as many sessions as may be active: others are computed all the same."""
+    """A user may hold more sessions than may be active: others are computed all the same."""
     bed = Bed(is_async=is_async, max_num_seqs=8, max_num_active_seqs=2)
     for _ in range(4):
         bed.add("talk", prompt=4, tokens=2, is_session=True)
-    bed.run()
-    quiet = bed.add("quiet", prompt=4, tokens=5)
-    bed.run()
-    assert len(bed.answers[quiet]) == 5
+    bed.run(most_steps=100)
+    for _ in range(8):
+        bed.add("quiet", prompt=4, tokens=5)
+    bed.run(most_steps=1_000)
+    assert len(bed.finished) == 4 + 8
+    assert max(len(step.computed) for step in bed.steps) == 2
+
+
+def test_a_session_that_waits_for_its_adapter_keeps_its_slot(is_async: bool) -> None:
+    """Newcomers do not fill the slots of sessions that have an input and no room for an adapter.
+
+    The bed's worker fails where there are more residents than slots.
+    """
+    bed = Bed(is_async=is_async, max_num_seqs=8, max_num_active_seqs=6, max_loras=1)
+    sessions = [bed.add("talk", tokens=2, adapter=1, is_session=True) for _ in range(2)]
+    sessions += [bed.add("talk", tokens=2, is_session=True) for _ in range(3)]
+    bed.run(most_steps=200)
+    bed.add("other", tokens=30, adapter=2)
+    bed.step()
+    for each in sessions[:2]:
+        bed.say(each, prompt=3, tokens=5, ends_with=None)
+    for index in range(4):
+        bed.add(f"new-{index}", tokens=10)
+    bed.run(most_steps=1_000)
+    assert len(bed.finished) == 5 + 1 + 4

@@ -400,8 +400,9 @@ def test_other_ways_to_draft_are_refused(method: str, is_refused: bool) -> None:
 
 
 def test_drafts_in_an_asynchronous_pipeline_are_not_refused() -> None:
-    """There vLLM knows where they belong."""
+    """There a draft stands behind a placeholder of the token that it follows."""
     config = engine_args(speculative_config=NGRAM, pipeline_parallel_size=2).create_engine_config()
+    assert config.scheduler_config.async_scheduling is False
     assert refusal(DRAFTS_IN_A_PIPELINE).applies(config)
     config.scheduler_config.async_scheduling = True  # which vLLM's CPU platform does not
     assert not refusal(DRAFTS_IN_A_PIPELINE).applies(config)

@@ -107,6 +107,7 @@ class AdmittingScheduler(Scheduler):
         self._other_waits = False  # for something else than quota
         self._skipped_until_ns: int | None = None  # when one that holds KV blocks has quota
         self._claimed: dict[int, tuple[int, int]] | None = None  # by waiting users, if looked at
+        self._sessions: list[Request] = []  # that waited with their slot when the step began
         self._next_time: set[User[Request]] = set()  # those that no position was left to
         self._no_newcomer_before: dict[User[Request], int] = {}  # step
 
@@ -289,9 +290,29 @@ class AdmittingScheduler(Scheduler):
         """Whether the queue may offer a request in this step."""
         return (
             user not in self._next_time
+            and not (self._sessions and self._needs_slots_of_sessions())
             and self._has_room(user, request)
             and self._allow_or_park(user, request)
         )
+
+    def _keeps_slot(self, request: Request) -> bool:
+        """Whether a request that waits with its KV blocks has a slot, as between two inputs."""
+        return request.resumable and request not in self._loads
+
+    def _needs_slots_of_sessions(self) -> bool:
+        """Whether all slots are taken, by residents or by sessions that are not computed yet.
+
+        vLLM does not count a session that has its next input and waits, for its adapter say.
+        """
+        kept = sum(each.status != RequestStatus.RUNNING for each in self._sessions)
+        return self._residents() + kept >= self.max_num_running_reqs
+
+    def _residents(self) -> int:
+        """Return how many requests have a slot and do not wait, at any time of a step."""
+        residents = len(self.running)
+        if self._is_hiding:  # else `running` has them all
+            residents += len(self._pauses.requests) + len(self._held_back)
+        return residents
 
     def _has_room(self, user: User[Request], request: Request) -> bool:
         member, holdings = user.member, self._holdings
@@ -299,10 +320,8 @@ class AdmittingScheduler(Scheduler):
         is_entitled = self._fair.is_entitled(member, blocks)
         if not member.slots or (is_entitled and not user.paused):
             return True
-        residents = len(self.running) + self.num_waiting_for_streaming_input + len(self._loads)
-        if self._is_hiding:  # else `running` has them all
-            residents += len(self._pauses.requests) + len(self._held_back)
-        free_slots = self.max_num_running_reqs - residents
+        others = self.num_waiting_for_streaming_input + len(self._loads)
+        free_slots = self.max_num_running_reqs - self._residents() - others
         if self._claimed is None:
             self._claimed = self._claims_of_waiting_users(free_slots)
         slots = claimed = 0

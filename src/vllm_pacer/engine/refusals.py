@@ -199,8 +199,8 @@ REFUSALS = (
     ),
     Refusal(
         "--speculative-config with --pipeline-parallel-size > 1 and synchronous scheduling",
-        "vLLM schedules drafts there before it knows the token that they follow",
-        "leave out one of them, or schedule asynchronously",
+        "drafts are scheduled there before the token that they follow is known",
+        "leave out one of them, or schedule asynchronously, with a drafter for which vLLM can",
         lambda config: (
             config.speculative_config is not None
             and config.parallel_config.pipeline_parallel_size > 1

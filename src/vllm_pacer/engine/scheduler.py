@@ -82,7 +82,6 @@ class PacedScheduler(SharingScheduler):
         self._spent: dict[User[Request], None] = {}
         self._asked: dict[User[Request], int] = {}  # requests that were offered drafts
         self._is_guarding = False
-        self._slots_held_in_queue = 0
 
         # What `running` was made of when it was last put together, to be taken again if unchanged.
         self._shown: list[Request] = []
@@ -180,7 +179,7 @@ class PacedScheduler(SharingScheduler):
     ) -> list[Request]:
         """Finish requests from outside; an abort keeps the charges of the steps in flight.
 
-        But not of what vLLM drops when it comes, as at the end of a session's turn.
+        But not if vLLM drops all of it when it comes, as after the end of a session's turn.
         """
         self._quiet = False
         finished = super().finish_requests(request_ids, finished_status)
@@ -271,6 +270,7 @@ class PacedScheduler(SharingScheduler):
         running = self.running
         self._claimed = None
         self._newcomers, self._next_time = [], set()
+        self._sessions = [each for each in self.kv_holding_waiting if self._keeps_slot(each)]
         if pauses:
             running = running[: len(running) - len(pauses)]
         if self._spent:
@@ -297,14 +297,12 @@ class PacedScheduler(SharingScheduler):
 
         It counts sessions that nothing is said to: they have a slot, but they are not active.
         """
-        hidden = len(self._pauses.requests) + len(self._held_back) + self._slots_held_in_queue
-        slots = self.max_num_running_reqs - hidden
+        slots = self.max_num_running_reqs - len(self._pauses.requests) - len(self._held_back)
         active = self._active_limit + self.num_waiting_for_streaming_input
         self.max_num_active_reqs = min(active, slots)
 
     def _show_paused(self) -> None:
         self.max_num_active_reqs = self._active_limit
-        self._slots_held_in_queue = 0
         if self._is_guarding:
             self._is_guarding = False
             del self._reserve_prefill_lookahead
@@ -409,9 +407,6 @@ class PacedScheduler(SharingScheduler):
         if self._has_quota(request) or self._can_prefill_without_quota(request):
             return True
         # To let it through and refuse it the token would end vLLM 0.32's scan of the queue.
-        if request.resumable:
-            self._slots_held_in_queue += 1  # a session keeps its slot between two inputs
-            self._bound_admission()
         self._await_quota(request)
         return False
 
