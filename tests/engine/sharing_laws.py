@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_pacer.config import PacerConfig
 from vllm_pacer.fairness import KEEP_NS
@@ -203,7 +203,12 @@ class SharingLaws:
         scheduler = self._scheduler
         waiting = list(scheduler.waiting)
         # A session keeps its slot between two turns.
-        holders = list(scheduler.kv_holding_waiting)
+        loaded = scheduler.finished_recving_kv_req_ids
+        holders = [
+            each
+            for each in scheduler.kv_holding_waiting
+            if each.status != RequestStatus.WAITING_FOR_REMOTE_KVS or each.request_id in loaded
+        ]
         sessions = [each for each in holders if each.resumable]
         with_slot = [*scheduler.running, *sessions]
         residents = {self._bed.user_of(each.request_id) for each in with_slot}
